@@ -61,9 +61,9 @@ if TYPE_CHECKING:  # for type checkers and editors, which take `X as X` for publ
     from .errors import SyncError as SyncError
     from .options import Options as Options
     from .parallel.mesh import ParallelContext as ParallelContext
-    from .parallel.pipeline.pieces import BlockPartition as BlockPartition
-    from .parallel.pipeline.pieces import Call as Call
-    from .parallel.pipeline.pieces import Piece as Piece
+    from .parallel.pipeline.partition import BlockPartition as BlockPartition
+    from .parallel.pipeline.partition import Call as Call
+    from .parallel.pipeline.partition import Piece as Piece
     from .parallel.registries import AXES as AXES
     from .parallel.registries import DATA_STRATEGIES as DATA_STRATEGIES
     from .parallel.registries import PARTITIONERS as PARTITIONERS
@@ -109,7 +109,7 @@ _NAMES = {
     "utils.log": "get_logger",
     "options": "Options",
     "parallel.mesh": "ParallelContext",
-    "parallel.pipeline.pieces": "BlockPartition Call Piece",
+    "parallel.pipeline.partition": "BlockPartition Call Piece",
     "parallel.registries": "AXES DATA_STRATEGIES PARTITIONERS SCHEDULES TENSOR_PLANS TENSOR_STYLES",
     "parallel.tensor.plans": "LayerPlan",
     "utils.registry": "Registry",

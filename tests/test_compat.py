@@ -153,11 +153,11 @@ INTERLEAVED = {"schedule": "interleaved", "chunks": 2}
 @pytest.mark.parametrize(
     ("pipeline", "message"),
     [
-        ({"size": 4}, "microbatches: is required when pipeline.size > 1; for example pipeline=dict(size=4, microb"),
-        ({"size": 4, "microbatches": 3}, "microbatches: 3 is fewer than the 4 stages, which schedule='1f1b' has to"),
+        ({"size": 4}, "microbatches: is required when pipeline.size > 1; for example 8"),
+        ({"size": 4, "microbatches": 3}, "microbatches: 3 is fewer than the 4 stages; use more, or schedule='gpipe'"),
         (
             {"size": 4, "microbatches": 6, **INTERLEAVED},
-            "microbatches: 6 is not a multiple of the 4 ranks, which schedule='interleaved' needs; use a multiple",
+            "microbatches: 6 is not a multiple of the 4 ranks, as 'interleaved' needs",
         ),
         (
             {"size": 2, "microbatches": 2, "schedule": "interleaved"},
@@ -221,7 +221,7 @@ def test_keys_of_another_strategy_may_have_their_defaults():
 @pytest.mark.promise("FSDP mixed precision")
 def test_fsdp_param_dtype_is_the_modes():
     data = {"strategy": "fsdp", "param_dtype": "float16"}
-    message = "parallel.data.param_dtype: 'float16' is not the dtype that the mode computes in (bfloat16); remove it"
+    message = "parallel.data.param_dtype: 'float16' is not bfloat16, in which the mode computes; remove it"
     [line] = find({"bf16": {"mode": "torch"}, "parallel": {"data": data}})
     assert line.startswith(message)
     assert find({"fp16": {"mode": "torch"}, "parallel": {"data": data}}) == []

@@ -37,7 +37,6 @@ ALLOWED = {
         "_compiled_call_impl",
         "_current_graph_task_id",
         "_foreach_copy_",
-        "_foreach_norm",
         "_foreach_zero_",
         "_get_dispatch_mode",
         "_get_tracing_state",

@@ -17,7 +17,7 @@ from torch import nn
 
 from ..errors import InputError, shorten
 from ..parallel.modules import is_within
-from ..parallel.pipeline.pieces import children_of
+from ..parallel.pipeline.partition import children_of
 from ..parallel.tensor.plans import near_names
 from ..utils.engine_hook import EngineHook
 from .recompute import Checkpointed

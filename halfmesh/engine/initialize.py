@@ -154,7 +154,7 @@ def _initialize(given: _Given, config: Any, device: torch.device | str | None) -
         owner = group if launch is None else launch.group
         if owner is not None:
             owner.failures.watch(engine, engine._progress)
-        context.begin_calls(owner)
+        context.begin_calls()
         if settings.resume is not None and (folder := find_resumed(settings, context)) is not None:
             engine.load(folder)
     except BaseException as error:
@@ -186,7 +186,8 @@ def _make_engine(
     ends.callback(parallel_model.close)
     move_state(given.optimizer)
     precision, options, data = _precision(config, recipe, context.device), _update_options(config), parallel_model.data
-    update = convert(model, given.optimizer, shards, precision, context, options, data.update_device, data.publisher)
+    device = torch.device("cpu") if data.steps_on_host(config.parallel.data) else context.device
+    update = convert(model, given.optimizer, shards, precision, context, options, device, data.publisher)
     ends.callback(update.close, undo=not parallel_model.divides)
     parallel_model.step_whole(update)
     trained, reductions = update.master_weights.trained, list[Reduction]()

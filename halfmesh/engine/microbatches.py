@@ -15,7 +15,7 @@ from ..amp.recipe import HALF
 from ..errors import InputError
 from ..parallel.comm import gather_objects
 from ..parallel.modules import unchanged
-from ..parallel.pipeline.pieces import Call
+from ..parallel.pipeline.partition import Call
 from ..parallel.pipeline.runner import Pipeline
 from ..parallel.pipeline.schedules import SplitCall
 from ..parallel.trial import HALF_TOLERANCE, TOLERANCE, find_gap, no_side_effects, rounds_products

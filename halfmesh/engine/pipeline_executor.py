@@ -17,7 +17,7 @@ from ..errors import InputError
 from ..parallel.comm import SameCalls, gather_objects, is_checked
 from ..parallel.mesh import ParallelContext
 from ..parallel.pipeline.axis import StageParameters
-from ..parallel.pipeline.pieces import Call
+from ..parallel.pipeline.partition import Call
 from ..parallel.pipeline.runner import CallMetadata, Pipeline
 from ..parallel.pipeline.schedules import SplitCall
 from ..parallel.pipeline.stage import ForwardContext
@@ -153,13 +153,11 @@ class PipelineExecutor:
             self._compare_output(output)
             return last.finish(output, index)
 
-        def on_last(params: Any, rest: bool, roots: Any) -> None:
+        def on_last(params: Any, rest: bool) -> None:
             if self._data.shards_model:
                 self._data.keep_gathered(False, params)
             if reducer is not None and reduces:
                 reducer.expect_last(params, rest)
-                if rest and roots is not None:
-                    reducer.skip_unused(tensors_of(roots))
 
         self._update.before_backward()
         if self._data.shards_model:

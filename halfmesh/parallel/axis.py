@@ -101,10 +101,7 @@ class AppliedAxis:
         return self  # a copy of the model, such as an average of its weights, is sharded in the same way
 
     def __reduce__(self) -> NoReturn:
-        raise InputError(
-            "a sharded model cannot be pickled; save engine.state_dict(), or engine.full_state_dict() for the whole "
-            "model"
-        )
+        raise InputError("a sharded model cannot be pickled; save engine.state_dict(), or engine.full_state_dict()")
 
     # -- for `apply` -------------------------------------------------------------------------------------------
 
@@ -177,10 +174,7 @@ def shard_loaded_state(
     for name, take in takes.items():
         value = state.get(prefix + name)
         if value is not None and assigns(metadata):
-            raise InputError(
-                f"load_state_dict(..., assign=True) would replace {prefix + name}, which is sharded; load without "
-                "assign, or load before initialize"
-            )
+            raise InputError(f"load_state_dict: assign=True would replace {prefix + name}, which is sharded; remove it")
         if isinstance(value, torch.Tensor):
             state[prefix + name] = take(own[name], value)
 
@@ -226,8 +220,7 @@ class Axis:
 
         The default keeps the ranks of the axis within a machine.
         """
-        common = math.gcd(ranks, node)
-        yield from (size for size in range(2, common + 1) if common % size == 0)
+        yield from (size for size in range(2, node + 1) if math.gcd(ranks, node) % size == 0)
 
     @staticmethod
     def find_key_problems(config: Any) -> Iterator[tuple[str, str]]:

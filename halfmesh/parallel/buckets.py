@@ -74,7 +74,7 @@ class Bucket:
 
     def reset(self) -> None:
         self.missing = {param for param in self.params if param.requires_grad}
-        self.sent: torch.Tensor | None = None
+        self.sent: Any = None
         self._views: list[torch.Tensor] = []
         self.absent: list[int] = []
 
@@ -84,9 +84,9 @@ class Bucket:
         self.sent = flat
         return flat
 
-    def start(self, flat: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> Any:
-        """Start to reduce it over the ranks. Returns what to `wait` for."""
-        return all_reduce(flat, self.group, op)
+    def start(self, flat: torch.Tensor) -> Any:
+        """Start to sum it over the ranks. Returns what to `wait` for."""
+        return all_reduce(flat, self.group)
 
     def _take_grads(self, size: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """A new flat tensor that begins with the gradients, zeros for absent ones, and ends with flags; and views of
@@ -115,7 +115,6 @@ class Bucket:
     @property
     def flags(self) -> torch.Tensor:
         """Those of the reduced flat tensor."""
-        assert self.sent is not None
         return self.sent[self.numel :]
 
     def unpack(self, flags: Sequence[float] = ()) -> None:
@@ -158,18 +157,12 @@ def give_grads(given: Sequence[tuple[nn.Parameter, torch.Tensor]]) -> None:
             set_grad(param, grad)
 
 
-def reduce_dtype_of(param: nn.Parameter, dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which the gradient of `param` is reduced: `dtype`, or float64 for a float64 parameter."""
-    return torch.float64 if param.dtype == torch.float64 else dtype
-
-
 def make_buckets(
     shards: Sequence[ParamShard],
     options: ReduceOptions,
     group_of: Callable[[nn.Parameter], dist.ProcessGroup],
     make: Callable[[list[ParamShard], torch.dtype, dist.ProcessGroup], _B],
     kind: Callable[[nn.Parameter], Any] = lambda param: None,
-    room_for: Callable[[nn.Parameter], int] = lambda param: 0,
 ) -> list[_B]:
     """Buckets of one dtype, device and group each, in reverse order of the model: about the order in which gradients
     arrive. A shard of more than `options.bucket_bytes` gets a separate one.
@@ -177,16 +170,16 @@ def make_buckets(
     Args:
         group_of: the ranks over which the gradient of a parameter is summed.
         kind: equal for parameters that may share a bucket.
-        room_for: bytes that a bucket with this parameter may have, if more than the options'.
     """
     made: list[tuple[list[ParamShard], torch.dtype, dist.ProcessGroup]] = []
     last: dict[Any, tuple[list[ParamShard], int]] = {}
     for shard in reversed(shards):
-        param, dtype, group = shard.param, reduce_dtype_of(shard.param, options.dtype), group_of(shard.param)
+        param, group = shard.param, group_of(shard.param)
+        dtype = torch.float64 if param.dtype == torch.float64 else options.dtype
         key, size = (dtype, param.device, group, kind(param)), param.numel() * dtype.itemsize
         held, room = last.get(key, ([], -1))
         if size > room:
-            held, room = [], max(options.bucket_bytes, room_for(param))
+            held, room = [], options.bucket_bytes
             made.append((held, dtype, group))
         held.append(shard)
         last[key] = held, room - size
@@ -196,27 +189,15 @@ def make_buckets(
 class NothingSent:
     """The work of a group of one rank."""
 
-    def wait(self) -> None:
-        """Do nothing."""
+    def wait(self) -> None: ...
 
 
-def all_reduce(flat: torch.Tensor, group: dist.ProcessGroup, op: Any = dist.ReduceOp.SUM) -> Any:
-    """Start to reduce `flat` over `group`, in place. Returns what to `wait` for."""
-    return NothingSent() if group.size() == 1 else dist.all_reduce(flat, op, group=group, async_op=True)
-
-
-def can_average(flat: torch.Tensor, group: dist.ProcessGroup) -> bool:
-    """Return True if the backend of `group` divides while it sums, which saves a pass over `flat`.
-
-    NCCL multiplies each rank's values by 1 / ranks before it sums, so half precision does not overflow; but it rounds
-    that factor to their dtype (NCCL's src/enqueue.cc), which in half precision is exact for powers of two only.
-    """
-    ranks = group.size()
-    is_exact = flat.dtype.itemsize >= torch.float32.itemsize or ranks & (ranks - 1) == 0
-    return flat.is_cuda and is_exact and "nccl" in dist.get_backend(group)
+def all_reduce(flat: torch.Tensor, group: dist.ProcessGroup) -> Any:
+    """Start to sum `flat` over `group`, in place. Returns what to `wait` for."""
+    return NothingSent() if group.size() == 1 else dist.all_reduce(flat, group=group, async_op=True)
 
 
 def read_together(tensors: Sequence[torch.Tensor]) -> list[list[float]]:
     """The values of tensors of one dim; the host waits once for all."""
-    values = iter(torch.cat([tensor.to(tensors[0].device) for tensor in tensors]).tolist())
+    values = iter(torch.cat([tensor.to(tensors[0].device) for tensor in tensors]).tolist() if tensors else ())
     return [list(itertools.islice(values, len(tensor))) for tensor in tensors]

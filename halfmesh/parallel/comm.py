@@ -3,12 +3,11 @@ calls that they make. In a dry run, which has one process, all ranks have the va
 
 from __future__ import annotations
 
-import json
 import math
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -17,20 +16,11 @@ import torch
 import torch.distributed as dist
 
 from ..distributed.env import list_ranks, ranks_by_value
-from ..distributed.failures import ANSWER_S
 from ..errors import InputError, shorten, show
-from ..utils.log import get_logger
 from ..utils.tensors import digest, has_values, tensors_of
-from ..utils.torch_private import foreach_norms
 
 if TYPE_CHECKING:
     from .mesh import ParallelContext
-
-_log = get_logger(__name__)
-LOOK_S = 0.5
-"""Seconds between two checks for ranks that have ended."""
-PATIENCE_S = 10.0
-"""Seconds after which a warning names the ranks that are missing."""
 
 
 def is_simulated(group: dist.ProcessGroup | None = None) -> bool:
@@ -67,10 +57,8 @@ def join_rows(rows: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tens
     """
     shapes = gather_objects((*rows.shape, str(rows.dtype)), group)
     if len({shape[1:] for shape in shapes}) > 1:
-        raise InputError(
-            f"context.gather joins tensors along dim 0, but the ranks gave {shorten(list(map(show, shapes)))}; give "
-            "all of them the same dtype, and the same size in every other dim"
-        )
+        given = shorten(list(map(show, shapes)))
+        raise InputError(f"context.gather joins rows of one dtype and shape, but the ranks gave {given}")
     counts = [shape[0] for shape in shapes]
     padded = rows.new_zeros((max(counts), *rows.shape[1:]))
     padded[: len(rows)] = rows
@@ -97,11 +85,11 @@ def same_on_ranks(tree: Any, group: dist.ProcessGroup | None = None, what: str =
 @torch.no_grad()
 def norms(tensors: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
     """The norm of each tensor, in float64 [n] on `device`; -1 for nan, and 0 for all but plain tensors of floats."""
-    held = list(tensors)
-    plain = [type(t.detach()) is torch.Tensor and t.is_floating_point() for t in held]
-    found = iter(foreach_norms([t.detach() for t, is_plain in zip(held, plain, strict=True) if is_plain]))
-    zero = torch.zeros((), dtype=torch.float64, device=device)
-    return torch.stack([zero, *(next(found).to(device) if is_plain else zero for is_plain in plain)])[1:].nan_to_num(-1)
+    found = [torch.zeros((), dtype=torch.float64, device=device)]
+    for tensor in (tensor.detach() for tensor in tensors):
+        is_plain = type(tensor) is torch.Tensor and tensor.is_floating_point()
+        found.append(torch.linalg.vector_norm(tensor, dtype=torch.float64).to(device) if is_plain else found[0])
+    return torch.stack(found)[1:].nan_to_num(-1)
 
 
 # -- batches of ranks that compute together ------------------------------------------------------------------------
@@ -139,10 +127,7 @@ class SameCalls:
     def compare_inputs(self, training: bool, args: Any, kwargs: Any, of: str = "inputs") -> None:
         """Raise InputError on all ranks if the inputs differ; `of`: their name in messages."""
         if not self.are_same((args, kwargs), of, training):
-            raise InputError(
-                f"the {self._group.size()} ranks of a {self._what} got different {of}, but they compute one batch "
-                "together; iterate engine.dataloader, or shard your loader by engine.context.dp_rank"
-            )
+            raise InputError(f"the ranks of a {self._what} got different {of} for one batch; iterate engine.dataloader")
 
     @torch.compiler.disable
     @torch.no_grad()
@@ -158,9 +143,8 @@ class SameCalls:
         is_near = partial(math.isclose, rel_tol=2e-2, abs_tol=1e-6)  # equal up to rounding in bf16
         if not all(others == shapes and all(map(is_near, mine, theirs)) for others, theirs in everyone):
             raise InputError(
-                f"the model's output differs between the ranks of a {self._what}: part of it is sharded. Give the "
-                "last layer the style 'colwise_gather', and do not return tensors from between sharded layers "
-                "(attention weights)"
+                f"the model's output differs between the ranks of a {self._what}: part of it is sharded. Give the last "
+                "layer the style 'colwise_gather', and return no tensors from between sharded layers"
             )
 
 
@@ -191,102 +175,44 @@ def get_within(store: Any, key: str, timeout_s: float) -> bytes | None:
 
 class NamedCalls:
     """Compares the collective calls of one engine over its ranks, by name, before anything is sent: the messages of
-    `if rank == 0: engine.save(...)` would mix with those of training on the other ranks. It uses no collective.
-
-    The last rank that comes compares the calls of all. Until then the first one looks who is missing, and the others
-    block on one key of the store: so the number of requests does not grow with ranks x seconds.
+    `if rank == 0: engine.save(...)` would mix with those of training on the other ranks. It uses no collective: the
+    last rank that comes compares the calls of all, and the others block on a key of the store.
 
     Args:
         store: the store that `own_store` returned.
         timeout_s: the seconds that a rank waits for the other ranks.
-        told: returns the last word that each other rank has sent: see `FailureWatch.told`.
     """
 
-    def __init__(self, store: Any, rank: int, size: int, timeout_s: float, told: Callable[[], dict[int, str]]) -> None:
-        self._store, self._rank, self._size = store, rank, size
-        self._timeout_s = timeout_s
-        self._told = told
+    def __init__(self, store: Any, rank: int, size: int, timeout_s: float) -> None:
+        self._store, self._rank, self._size, self._timeout_s = store, rank, size, timeout_s
         self._number = 0
 
     def agree_on(self, call: str) -> None:
         """Return when all ranks make this `call`.
 
         Raises:
-            InputError: some make another call, have ended, or make none within the timeout.
-            ConnectionResetError: some have failed.
+            InputError: some make another call, or none within the timeout.
         """
         self._number += 1
-        try:
-            self._store.append(f"calls_{self._number}", f"{self._rank} {call}\n")
-            came = self._store.add(f"came_{self._number}", 1)
-            if came == self._size:
-                self._end_with(self._compare())
-                for key in ("calls", "came", "end"):  # all ranks have read those of the last call
-                    self._store.delete_key(f"{key}_{self._number - 1}")
-            elif came == 1:
-                self._wait_for_others(call)
-        except BaseException:  # Ctrl-C, or the store is gone
-            self._end_with(f"{call}: connection reset by peer: {list_ranks([self._rank])} failed meanwhile", True)
-            raise
         end = f"end_{self._number}"
-        if (told := get_within(self._store, end, self._timeout_s + PATIENCE_S)) is None:  # the one that looks is gone
-            self._end_with(self._absent(call, self._late))
-            told = self._store.get(end)
-        is_lost, problem = json.loads(told)
-        if problem:
-            raise ConnectionResetError(problem) if is_lost else InputError(problem)
-
-    def _end_with(self, problem: str, is_lost: bool = False) -> None:
-        """End the wait of all ranks, unless another rank has: with an error if there is a `problem`."""
-        self._store.compare_set(f"end_{self._number}", "", json.dumps((is_lost, problem)))
+        self._store.append(f"calls_{self._number}", f"{self._rank} {call}\n")
+        if self._store.add(f"came_{self._number}", 1) == self._size:
+            calls = [f"{each} was called on {list_ranks(of)}" for each, of in ranks_by_value(self._calls()).items()]
+            problem = f"{', and '.join(calls)}; call each on every rank, in the same order"
+            self._store.set(end, problem if len(calls) > 1 else "")
+            for key in ("calls", "came", "end"):  # all ranks have read those of the last call
+                self._store.delete_key(f"{key}_{self._number - 1}")
+        elif get_within(self._store, end, self._timeout_s) is None:
+            here, late = self._calls(), f"within {self._timeout_s:g} s (config key timeout)"
+            missing = list_ranks(set(range(self._size)).difference(here))
+            raise InputError(
+                f"{call} was called on {list_ranks(here)} only; call it on every rank, without an `if` around it: "
+                f"halfmesh chooses which rank writes ({missing} did not {late})"
+            )
+        if problem := self._store.get(end).decode():
+            raise InputError(problem)
 
     def _calls(self) -> dict[int, str]:
         """The call of each rank that has come, by rank."""
         lines = self._store.get(f"calls_{self._number}").decode().splitlines()
         return dict(sorted((int(rank), call) for rank, _, call in (line.partition(" ") for line in lines)))
-
-    @property
-    def _late(self) -> str:
-        return f"did not within {self._timeout_s:g} s (config key timeout)"
-
-    def _absent(self, call: str, why: str) -> str:
-        """The problem if some ranks have not come. The one that looks for them may be gone for the same reason."""
-        here = list(self._calls())
-        missing = sorted(set(range(self._size)).difference(here))
-        return (
-            f"{call} was called on {list_ranks(here)} only; call it on every rank, without an `if` around it: "
-            f"halfmesh chooses which rank writes ({list_ranks(missing)} {why})"
-        )
-
-    def _compare(self) -> str:
-        """The problem with the calls of all ranks."""
-        (first, ranks), *rest = ranks_by_value(self._calls()).items()
-        others = ", and ".join(f"{other} on {list_ranks(theirs)}" for other, theirs in rest)
-        advice = "call each on every rank, in the same order"
-        return f"{first} was called on {list_ranks(ranks)}, and {others}; {advice}" if others else ""
-
-    def _wait_for_others(self, call: str) -> None:
-        """Wait until the last rank has come. If some will not come, tell the others which, and why."""
-        begun, look, gone_since, has_warned = time.monotonic(), LOOK_S, 0.0, False
-        lost = f"{call}: connection reset by peer: "
-        while not self._store.check([f"end_{self._number}"]):  # no `wait`: torch prints each time that it fails
-            waited = time.monotonic() - begun
-            time.sleep(min(0.1, max(0.001, waited / 10)))
-            if waited < look:
-                continue
-            look, told, here = waited + LOOK_S, self._told(), list(self._calls())
-            failed = [rank for rank, word in told.items() if word == "failed"]
-            missing = sorted(set(range(self._size)).difference(here))
-            silent = [rank for rank in missing if rank not in told]
-            if any(told.get(rank, "running") != "running" for rank in missing):
-                gone_since = gone_since or waited
-            is_over = gone_since and waited > gone_since + ANSWER_S
-            if failed:  # the report of failures says why
-                self._end_with(f"{lost}{list_ranks(failed)} failed meanwhile", is_lost=True)
-            elif is_over and silent:  # killed?
-                self._end_with(f"{lost}no answer from {list_ranks(silent)}", is_lost=True)
-            elif is_over or waited > self._timeout_s:
-                self._end_with(self._absent(call, "ended, or waited elsewhere" if is_over else self._late))
-            elif waited > PATIENCE_S and not has_warned:
-                has_warned, text = True, "%s still waits for %s to call it, after %g s; call it on every rank"
-                _log.warning(text, call, list_ranks(missing), PATIENCE_S, ranks=None)

@@ -155,8 +155,7 @@ class DataStrategy:
             withholds: True if gradients are not final before the step (scaled, or partial). A strategy that cannot
                 detect changes of them replaces them with placeholders.
         """
-        inputs = self.inputs
-        return Reducer(shards, buffers, inputs.group, inputs.reduce, inputs.group_of)
+        return Reducer(shards, buffers, self.inputs.group, self.inputs.reduce, self.inputs.group_of)
 
     def keep_gathered(self, keeps: bool, params: Collection[nn.Parameter] | None = None) -> None:
         """Start or end a period in which gathered weights may be kept. Called under a pipeline if `shards_model`: with
@@ -169,11 +168,6 @@ class DataStrategy:
     def placement(self, shard: ParamShard, source: Placement) -> Placement:
         """Return the region of the full tensor that `shard` holds: a data rank's shard of the tensor at `source`."""
         return source
-
-    @property
-    def update_device(self) -> torch.device:
-        """The device of optimizer steps."""
-        return torch.device("cpu") if self.steps_on_host(self.inputs.options) else self.inputs.context.device
 
     @property
     def text(self) -> str:
@@ -236,6 +230,3 @@ class WithheldGradient(torch.Tensor):
             f"the gradient of {grad.param_name!r} was used between engine.backward and engine.step ({function}), "
             f"{grad.why}. To clip, call engine.clip_grad_norm_(n); to add another loss, call engine.backward(loss)"
         )
-
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"<the gradient of {self.param_name!r}, {self.why}>"

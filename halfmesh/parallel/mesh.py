@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..distributed.env import RankNames
 from ..errors import InputError
-from ..utils.tensors import is_dense
 from .comm import NamedCalls, broadcast_object, gather_objects, is_simulated, join_rows, own_store
 from .dims import ParallelDims
 
@@ -53,11 +52,7 @@ class ParallelContext:
     """
 
     def __init__(
-        self,
-        dims: ParallelDims,
-        device: torch.device,
-        group: OwnedGroup | None = None,
-        timeout: float = 600.0,
+        self, dims: ParallelDims, device: torch.device, group: OwnedGroup | None = None, timeout: float = 600.0
     ) -> None:
         self.dims = dims
         self.device = device
@@ -79,7 +74,7 @@ class ParallelContext:
         does nothing.
 
         Raises:
-            InputError: the product of the sizes is not the size of the axis, or a name is taken.
+            InputError: the product of the sizes is not the size of the axis.
         """
         self.dims = self.dims.split(axis, sizes)
 
@@ -136,9 +131,7 @@ class ParallelContext:
             InputError: the run has one process.
         """
         if self.size == 1:
-            raise InputError(
-                "one process has no DeviceMesh; start several with torchrun --standalone --nproc-per-node N train.py"
-            )
+            raise InputError("one process has no DeviceMesh; start several, with torchrun")
         groups = [self.group(axis) for axis in self.sizes]
         ranks = torch.arange(self.size).view(*self.sizes.values())
         return DeviceMesh.from_group(groups, self.device.type, mesh=ranks, mesh_dim_names=tuple(self.sizes))
@@ -189,8 +182,8 @@ class ParallelContext:
     def communicators(self) -> tuple[str, ...]:
         """The axes of each NCCL communicator on this rank: "world", which is created first, and those of the groups
         created so far."""
-        made = [(words, group) for key, (words, group) in self._groups.items() if key not in ("world", "stage")]
-        return ("world", *(words for words, group in made if group is not None)) if self.size > 1 else ()
+        made = [words for key, (words, group) in self._groups.items() if group and key not in ("world", "stage")]
+        return ("world", *made) if self.size > 1 else ()
 
     def subgroup(self, places: Sequence[int], *axes: str) -> dist.ProcessGroup | None:
         """Return a separate group of the ranks of `group(*axes)` at the coordinates `places`, or None if this rank is
@@ -270,7 +263,7 @@ class ParallelContext:
     def broadcast(self, tensor: torch.Tensor, axis: str | None = None, place: int = 0) -> None:
         """Overwrite `tensor` with the tensor of rank 0, or of the rank at coordinate `place` of `axis`.
 
-        The tensor may have any device, dtype and strides.
+        The tensor may have any device and dtype.
         """
         if self.size > 1:
             group = None if axis is None else self.group(axis)
@@ -279,25 +272,17 @@ class ParallelContext:
             if source.numel():
                 dist.broadcast(source.reshape(-1).view(torch.uint8), group_src=place, group=group)
             if source.data_ptr() != tensor.data_ptr():
-                if is_dense(tensor):
-                    tensor.copy_(source)
-                else:  # several elements may share memory (expand), which cannot be written
-                    tensor.data = source.to(tensor.device)
+                tensor.copy_(source)
 
     def from_first(self, value: Any) -> Any:
         """Return rank 0's `value` on all ranks."""
         return broadcast_object(value, 0, self.device) if self.size > 1 else value
 
-    def begin_calls(self, owner: OwnedGroup | None) -> None:
-        """Make `agree_on_call` compare the calls of the ranks from now on. Call it on all ranks together.
-
-        Args:
-            owner: the owner of the process group, which knows the ranks that have ended.
-        """
+    def begin_calls(self) -> None:
+        """Make `agree_on_call` compare the calls of the ranks from now on. Call it on all ranks together."""
         if self.size > 1 and not is_simulated():  # a dry run has one process
-            told = dict if owner is None else owner.failures.told
             (store,) = own_store(self)
-            self._calls = NamedCalls(store, self.rank, self.size, self._timeout.total_seconds(), told)
+            self._calls = NamedCalls(store, self.rank, self.size, self._timeout.total_seconds())
 
     def agree_on_call(self, call: str) -> None:
         """Return when all ranks make this `call` ("engine.save"). Raise InputError if they do not."""

@@ -14,7 +14,7 @@ from torch import nn
 from ..errors import InputError
 from ..utils.param_shard import ParamShard
 from ..utils.torch_private import foreach_copy_, foreach_mul_
-from .buckets import Bucket, ReduceOptions, all_reduce, can_average, make_buckets, read_together
+from .buckets import Bucket, ReduceOptions, all_reduce, make_buckets, read_together
 
 Buffers = Mapping[str, torch.Tensor]
 """The buffers of a model, by name."""
@@ -51,10 +51,6 @@ class Reduction:
         `params`; `rest`: those of all other parameters are complete."""
         self._each("expect_last", params, rest)
 
-    def skip_unused(self, roots: Collection[torch.Tensor]) -> None:
-        """The last backward begins, from `roots`: do not wait for parameters that it does not reach."""
-        self._each("skip_unused", roots)
-
     def finish(self) -> None:
         """Set the complete gradient of each shard."""
         self._each("finish")
@@ -70,28 +66,6 @@ class Reduction:
     def _each(self, method: str, *args: Any) -> None:
         for reduction in self.reductions:
             getattr(reduction, method)(*args)
-
-
-REENTRANT = "CheckpointFunctionBackward"
-"""The node of reentrant activation checkpointing, which runs a separate backward."""
-
-
-def find_reached(roots: Collection[torch.Tensor]) -> set[torch.Tensor] | None:
-    """The leaves to which a backward from `roots` brings gradients; None if the graph does not show all of them."""
-    todo: list[Any] = [root.grad_fn for root in roots if root.grad_fn is not None]
-    seen, leaves = set(todo), {root for root in roots if root.grad_fn is None}
-    while todo:
-        node = todo.pop()
-        if node.name() == REENTRANT:
-            return None
-        after = node.next_functions
-        for other, _ in after:
-            if other is not None and other not in seen:
-                seen.add(other)
-                todo.append(other)
-        if not after and (leaf := getattr(node, "variable", None)) is not None:
-            leaves.add(leaf)
-    return leaves
 
 
 class Reducer(Reduction):
@@ -136,9 +110,6 @@ class Reducer(Reduction):
         named = [buffer for name, buffer in buffers.items() if name.rpartition(".")[2] in STATISTICS]
         self._statistics = [buffer for buffer in named if buffer.is_floating_point()]
         self._shards: list[ParamShard] = []
-        self._left_out: set[nn.Parameter] = set()  # had no gradient from some last backward
-        self._reached: set[torch.Tensor] | None = None  # the leaves that the graph of this last backward shows
-        self._shows: bool | None = None  # graphs show all parameters that get gradients; None: not compared yet
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self.set_params(shards)
 
@@ -149,7 +120,6 @@ class Reducer(Reduction):
         kept = set() if self.state == "none" else set(self._shards)
         self._shards = [shard for shard in shards if shard.param.requires_grad or shard in kept]
         self._buckets = self._make_buckets()
-        self._left_out.clear()
         self._hooks = [
             param.register_post_accumulate_grad_hook(partial(self._arrived, bucket))
             for bucket in self._buckets
@@ -182,19 +152,6 @@ class Reducer(Reduction):
                 bucket.missing.intersection_update(params)
             self._send_complete()
 
-    def skip_unused(self, roots: Collection[torch.Tensor]) -> None:
-        """See `Reduction`. Only those are skipped that had no gradient in an earlier update: models that use all walk
-        through the graph once. And only if no gradient has arrived that the graph did not show, from a backward within
-        the backward (of a reversible layer, for example)."""
-        if self._sends and self._shows is not False and (self._left_out or self._shows is None):
-            self._reached = find_reached(roots)
-            if self._reached is None:
-                self._shows = False
-            elif self._shows:
-                for bucket in self._buckets:
-                    bucket.missing -= self._left_out - self._reached
-                self._send_complete()
-
     def finish(self) -> None:
         """Send the remaining buckets, wait for all, and set each shard's reduced gradient.
 
@@ -202,10 +159,6 @@ class Reducer(Reduction):
             InputError: a backward outside the engine has added to gradients that are summed already.
         """
         self._reject_stale()
-        if self._sends:
-            self._left_out.update(*(bucket.missing for bucket in self._unsent))
-        if self._reached is not None and self._shows is None:
-            self._shows = True
         self._send_complete(everything=True)
         if self._statistics:
             self._average_statistics()
@@ -234,13 +187,11 @@ class Reducer(Reduction):
         is_stale = self.state in ("reduced", "stale") and not self.is_complete
         if is_stale and (self.sums_once or not self.options.mean):
             raise InputError(
-                "a backward outside this engine added gradients after those of the update were summed over ranks; "
-                "call engine.backward(loss) for every loss"
+                "a backward outside this engine changed summed gradients; use engine.backward for every loss"
             )
 
     def _reset(self) -> None:
         self._sends = False
-        self._reached = None
         self._unsent = deque(self._buckets)
         self._inflight: deque[tuple[Any, Bucket]] = deque()
         for bucket in self._buckets:
@@ -251,8 +202,6 @@ class Reducer(Reduction):
             self.state = "stale"
         if not self._sends:
             return
-        if self._reached is not None and param not in self._reached:
-            self._shows = False
         if self._unsent and not self._unsent[0].missing:
             self._send_complete()  # buckets that were full before this gradient
         if bucket.sent is not None:
@@ -277,10 +226,7 @@ class Reducer(Reduction):
 
     def _send(self, bucket: Any) -> Any:
         flat = bucket.pack()
-        divisor = bucket.group.size() / self._times
-        if divisor == bucket.group.size() and can_average(flat, bucket.group):
-            return bucket.start(flat, dist.ReduceOp.AVG)
-        if divisor != 1:
+        if (divisor := bucket.group.size() / self._times) != 1:
             flat.div_(divisor)  # before the sum, which could overflow in half precision
         return bucket.start(flat)
 
@@ -290,8 +236,7 @@ class Reducer(Reduction):
         while self._inflight:
             self._inflight.popleft()[0].wait()
         absent = [bucket for bucket in self._buckets if bucket.absent]
-        wanted = [*asked, *(bucket.flags for bucket in absent)]
-        found = read_together(wanted) if wanted else []
+        found = read_together([*asked, *(bucket.flags for bucket in absent)])
         flags = dict(zip(absent, found[len(asked) :], strict=True))
         for bucket in self._buckets:
             bucket.unpack(flags.get(bucket, ()))
@@ -300,10 +245,7 @@ class Reducer(Reduction):
     def _average_statistics(self) -> None:
         held = self._statistics
         flat = torch.cat([b.reshape(-1).to(torch.promote_types(b.dtype, torch.float32)) for b in held])
-        if can_average(flat, self.group):
-            all_reduce(flat, self.group, dist.ReduceOp.AVG).wait()
-        else:
-            all_reduce(flat.div_(self.group.size()), self.group).wait()
+        all_reduce(flat.div_(self.group.size()), self.group).wait()
         averaged = flat.split([buffer.numel() for buffer in held])
         foreach_copy_(held, [one.view_as(buffer) for one, buffer in zip(averaged, held, strict=True)])
 

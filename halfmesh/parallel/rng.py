@@ -60,7 +60,7 @@ class IsolatedRNG:
     """
 
     def __init__(self, start: int | Mapping[str, Any]) -> None:
-        self.state: Mapping[str, Any] | None = None if isinstance(start, int) else start
+        self.state: Any = None if isinstance(start, int) else start
         """The state of the sequence between two scopes; None before the first one of a seed."""
         self.seed = start if isinstance(start, int) else 0
 
@@ -89,8 +89,6 @@ class SharedRNG(IsolatedRNG):
     def __exit__(self, *_: object) -> None:
         super().__exit__()
         ours, begun, drawn = self._outside, self._begun, self.state
-        assert begun is not None
-        assert drawn is not None
         set_random_state({name: (drawn if same_state(ours[name], begun[name]) else ours)[name] for name in ours}, CPU)
 
 

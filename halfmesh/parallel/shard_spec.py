@@ -54,9 +54,7 @@ class Box:
         """The box in `held`, which has the shape of the rank's shard. Shape: `sizes`."""
         if self.strides is not None:
             return held.as_strided(self.sizes, self.strides, held.storage_offset() + self.start[0])
-        for dim, (start, size) in enumerate(zip(self.start, self.sizes, strict=True)):
-            held = held.narrow(dim, start, size)
-        return held
+        return narrow(held, self.start, self.sizes)
 
 
 @dataclass(frozen=True)
@@ -78,20 +76,17 @@ class Placement:
 
     def split(self, split: Split, rank: int, size: int) -> Placement:
         """Shard `rank` of `size` of a full tensor, as `Split.cut` makes it."""
-        rows = self.shape[split.dim] // (split.blocks * size)
-        sizes = _with(self.shape, split.dim, rows)
-        zeros = (0,) * len(sizes)
-        found = [
-            Box(_with(zeros, split.dim, (block * size + rank) * rows), sizes, _with(zeros, split.dim, block * rows))
-            for block in range(split.blocks)
-        ]
-        return replace(self, regions=tuple(found) if math.prod(sizes) else ())
+        rows, zeros = self.shape[split.dim] // (split.blocks * size), (0,) * len(self.shape)
+        sizes, found = _with(self.shape, split.dim, rows), list[Box]()
+        for block in range(split.blocks if math.prod(sizes) else 0):
+            at, start = ((block * size + rank) * rows, block * rows)
+            found.append(Box(_with(zeros, split.dim, at), sizes, _with(zeros, split.dim, start)))
+        return replace(self, regions=tuple(found))
 
     def rows(self, start: int, stop: int) -> Placement:
         """The rows `start` to `stop` (dim 0) of this shard."""
-        return replace(
-            self, regions=self._within((start, *(0 for _ in self.shape[1:])), (stop - start, *self.shape[1:]))
-        )
+        regions = self._within((start, *(0 for _ in self.shape[1:])), (stop - start, *self.shape[1:]))
+        return replace(self, regions=regions)
 
     def run(self, shape: Sequence[int], strides: Sequence[int], start: int, stop: int) -> Placement:
         """The elements `start` to `stop` of this shard, in memory order, as a tensor of one dim.
@@ -125,6 +120,11 @@ def whole(shape: Sequence[int]) -> Placement:
     return Placement(sizes, (Box(zeros, sizes, zeros),))
 
 
+def narrow(tensor: torch.Tensor, at: Shape, sizes: Shape) -> torch.Tensor:
+    """The box of these `sizes` that begins at the index `at`."""
+    return tensor[tuple(slice(first, first + size) for first, size in zip(at, sizes, strict=True))]
+
+
 def _overlap(region: Box, at: Sequence[int], sizes: Sequence[int]) -> Box | None:
     """The overlap of `region` with the box `at` of `sizes` of a shard."""
     first = [max(a, b) for a, b in zip(region.start, at, strict=True)]
@@ -147,19 +147,13 @@ def _boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[list[i
         yield [], []
         return
     row = math.prod(shape[1:])
-    first, last = -(-start // row), stop // row  # the whole rows; first > last: all is within one row
-    yield from _in_row(first - 1, shape, start, min(stop, first * row))
+    first, last = -(-start // row), stop // row  # the whole rows; none, if all is within one row
     if first < last:
         yield [first, *(0 for _ in shape[1:])], [last - first, *shape[1:]]
-    if first <= last:
-        yield from _in_row(last, shape, last * row, stop)
-
-
-def _in_row(index: int, shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[list[int], list[int]]]:
-    """`_boxes` within row `index`."""
-    skipped = index * math.prod(shape[1:])
-    for offsets, sizes in _boxes(shape[1:], start - skipped, stop - skipped):
-        yield [index, *offsets], [1, *sizes]
+    for index in sorted({start // row, (stop - 1) // row}):
+        if not first <= index < last:
+            for offsets, sizes in _boxes(shape[1:], max(start - index * row, 0), min(stop - index * row, row)):
+                yield [index, *offsets], [1, *sizes]
 
 
 def _with(values: Shape, dim: int, value: int) -> Shape:

@@ -7,8 +7,7 @@ import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn, optim
@@ -25,14 +24,8 @@ TOLERANCE, HALF_TOLERANCE = 1e-4, 0.1
 experts in half precision."""
 
 
-@dataclass(frozen=True)
-class Effects:
-    """The effects in a scope so far.
-
-    Attributes:
-        drew: returns True if random numbers were drawn.
-        wrote: returns True if attributes or buffers of the modules were changed.
-    """
+class Effects(NamedTuple):
+    """In a scope so far: if random numbers were drawn, and if attributes or buffers of the modules were changed."""
 
     drew: Callable[[], bool]
     wrote: Callable[[], bool]
@@ -98,21 +91,14 @@ def find_unit(optimizer: optim.Optimizer) -> str:
         InputError: it steps several parameters by what it reads of all, or could not be tried.
     """
     name = type(optimizer).__name__
-    unit = getattr(optimizer, "unit", None)
-    if unit is None and f"{type(optimizer).__module__.split('.')[0]}.{name}" in _MATRIX:
-        unit = "matrix"
-    if unit is not None:
+    is_known = f"{type(optimizer).__module__.split('.')[0]}.{name}" in _MATRIX
+    if (unit := getattr(optimizer, "unit", "matrix" if is_known else None)) is not None:
         if unit not in _UNITS:
             raise InputError(f"optimizer: {name} has unit={unit!r}; allowed: {', '.join(map(repr, _UNITS))}")
         return "element" if unit == "element" else "matrix"
     if inner := inner_optimizers(optimizer):  # its step is theirs, with the real parameters: it cannot be tried itself
-        for other in inner:
-            if find_unit(other) != "element":
-                raise InputError(
-                    f"optimizer: {name} steps {type(other).__name__}, which needs whole parameters (their norms, rows "
-                    f"or columns), but a rank holds shards; pass {type(other).__name__} without {name}, or use "
-                    "tensor=1 and data='replicate'"
-                )
+        for other in (type(other).__name__ for other in inner if find_unit(other) != "element"):
+            raise InputError(f"optimizer: {name} steps {other}, which needs whole parameters; pass {other} alone")
         return "element"
     groups = optimizer.param_groups
     try:
@@ -121,17 +107,16 @@ def find_unit(optimizer: optim.Optimizer) -> str:
                 return "element"
             couples = any(_differs(optimizer, group, 0, cuts=False) for group in groups)
     except Exception as error:
-        declare = f"or set {name}.unit = 'matrix' if it steps each parameter by itself"
         raise InputError(
             f"optimizer: could not test on a matrix whether {name} can step sharded parameters "
-            f"({type(error).__name__}: {error}); use SGD, Adam, AdamW or another optimizer that steps dense matrices"
-            + ("" if isinstance(error, InputError) else f", {declare}")
+            f"({type(error).__name__}: {error}); use SGD, Adam, AdamW or another optimizer that steps dense matrices, "
+            f"or set {name}.unit = 'matrix' if it steps each parameter by itself"
         ) from error
     if couples:
         raise InputError(
-            f"optimizer: {name} steps each parameter with values from others (a norm of all gradients, one estimate "
-            "for all), but a rank holds only some. If it clips by its own norm (LAMB's max_grad_norm), turn that off "
-            "and set clip_grad_norm in the config; otherwise use tensor=1 and data='replicate'"
+            f"optimizer: {name} steps each parameter with values from others, but a rank holds only some. If it clips "
+            "by its own norm (LAMB's max_grad_norm), set clip_grad_norm in the config instead; otherwise use tensor=1 "
+            "and data='replicate'"
         )
     return "matrix"
 

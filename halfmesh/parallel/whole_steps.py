@@ -3,7 +3,7 @@
 Each matrix has an owner among the ranks that hold its shards. For a step the shards of its gradient and weight are sent
 to the owner, which holds the optimizer's state of the matrix and steps it; then the shards of the new weight are sent
 back. Owners are balanced by bytes, and messages to all of them are one all-to-all. Where one rank holds all of a
-parameter (zero1 gives ranks whole ones) nothing is sent.
+parameter nothing is sent.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from ..utils.param_shard import ParamShard
 from ..utils.torch_private import foreach_copy_
 from .collectives import send_rows
 from .comm import gather_objects
-from .shard_spec import Box, Placement
+from .shard_spec import Box, Placement, narrow
 
 _ROUND_BYTES = 64 * 2**20
 """The number of bytes of weights, for each rank, that are in flight at a time."""
@@ -47,11 +47,6 @@ class _Matrix:
     owner: int | None = None
     is_sent: bool = False
     param: nn.Parameter | None = None
-
-    @property
-    def numel(self) -> int:
-        """Of the whole parameter."""
-        return math.prod(self.placement.shape)
 
     def give(self, value: torch.Tensor, grad: torch.Tensor) -> None:
         """Make the whole `param`."""
@@ -101,38 +96,32 @@ class WholeSteps:
         given = [self._matrices[target] for target in self._held() if target.grad is not None]
         rounds = list(self._rounds([matrix for matrix in given if matrix.is_sent]))
         swaps = [(group, group["params"]) for part in self._parts for group in part.param_groups]
-        views = {}
-        for matrix in given:
-            if matrix.owner == self._rank and not matrix.is_sent:
-                (box,), target = matrix.placement.regions, self._target(matrix.shard)
-                assert target.grad is not None
-                views[matrix] = box.view(target.detach())
-                matrix.give(views[matrix], box.view(target.grad))
+        views, wholes = {}, {}
         for some in rounds:
             self._gather(some)
-        wholes, others = {}, set()
         for matrix in given:
             target = self._target(matrix.shard)
+            if matrix.owner == self._rank and not matrix.is_sent:
+                (box,), grad = matrix.placement.regions, cast(torch.Tensor, target.grad)
+                views[matrix] = box.view(target.detach())
+                matrix.give(views[matrix], box.view(grad))
             target.grad = None
-            if matrix.param is not None:
-                wholes[target] = matrix.param
-            else:
-                others.add(target)
+            wholes[target] = matrix.param
         for group, params in swaps:  # (an optimizer may look at the first one of a group, or expect a gradient of each)
-            group["params"] = [wholes.get(target, target) for target in params if target not in others] or params
-        self._move_state(wholes)
+            group["params"] = [p for p in (wholes.get(target, target) for target in params) if p is not None] or params
+        swapped = {target: param for target, param in wholes.items() if param is not None}
+        self._move_state(swapped)
         try:
             yield
         finally:
             for group, params in swaps:
                 group["params"] = params
-            self._move_state({param: target for target, param in wholes.items()})
+            self._move_state({param: target for target, param in swapped.items()})
             for some in rounds:
                 self._scatter(some)
-            for matrix, view in views.items():
-                if matrix.param is not None and matrix.param.untyped_storage() is not view.untyped_storage():
-                    view.copy_(matrix.param.detach())  # the optimizer sets `param.data`
             for matrix in given:
+                if matrix in views and matrix.param is not None:
+                    views[matrix].copy_(matrix.param.detach())  # the optimizer may set `param.data`
                 matrix.param = None
 
     def _move_state(self, new: Mapping[nn.Parameter, nn.Parameter]) -> None:
@@ -155,7 +144,7 @@ class WholeSteps:
         made = [_Matrix(shard_of[target], self._placement(shard_of[target])) for target in targets]
         own = {matrix.shard.name: matrix.placement.regions for matrix in made}
         by_rank = [own] if self._group is None else gather_objects(own, self._group)
-        for matrix in sorted(made, key=lambda matrix: -matrix.numel):  # the largest first
+        for matrix in sorted(made, key=lambda matrix: -math.prod(matrix.placement.shape)):  # the largest first
             self._assign(matrix, [regions.get(matrix.shard.name, ()) for regions in by_rank])
         self._matrices |= {self._target(matrix.shard): matrix for matrix in made}
 
@@ -172,7 +161,7 @@ class WholeSteps:
         matrix.is_sent = sum(map(len, holders)) > 1  # also one rank's, if it has it in several boxes
         place = min(range(len(copies[0])), key=lambda n: self._load[copies[0][n]])
         for copy in copies:
-            self._load[copy[place]] += matrix.numel
+            self._load[copy[place]] += math.prod(matrix.placement.shape)
             if self._rank in copy:
                 matrix.owner = copy[place]
                 matrix.pieces = {rank: regions[rank] for rank in copy} if matrix.owner == self._rank else {}
@@ -189,7 +178,7 @@ class WholeSteps:
                 yield some
                 some, size = [], 0
             some.append(matrix)
-            size += matrix.numel * dtype.itemsize
+            size += math.prod(matrix.placement.shape) * dtype.itemsize
         if some:
             yield some
 
@@ -223,28 +212,19 @@ class WholeSteps:
     def _pieces(self, own: Sequence[_Matrix], made: Mapping[_Matrix, torch.Tensor]) -> list[list[torch.Tensor]]:
         """For each rank the boxes that it holds of this rank's whole parameters."""
         return [
-            [_box_of(made[matrix], box) for matrix in own for box in matrix.pieces.get(rank, ())]
+            [narrow(made[matrix], box.at, box.sizes) for matrix in own for box in matrix.pieces.get(rank, ())]
             for rank in range(self._ranks)
         ]
 
     def _send(
-        self,
-        dtype: torch.dtype,
-        sent: Sequence[Sequence[torch.Tensor]],
-        received: Sequence[Sequence[torch.Tensor]],
+        self, dtype: torch.dtype, sent: Sequence[list[torch.Tensor]], received: Sequence[list[torch.Tensor]]
     ) -> None:
         """Copy the tensors `sent` to each rank into those `received` there, in order."""
         sizes = [[sum(tensor.numel() for tensor in each) for each in side] for side in (sent, received)]
         into = [tensor for each in received for tensor in each]
         out = [tensor.reshape(-1).to(self._device) for each in sent for tensor in each]
-        flat = torch.cat(out) if out else torch.empty(0, dtype=dtype, device=self._device)
+        flat = torch.cat([torch.empty(0, dtype=dtype, device=self._device), *out])
         found = flat if self._group is None else send_rows(flat, *sizes, self._group)
         parts = found.split([tensor.numel() for tensor in into])
         if into:
             foreach_copy_(into, [part.view(tensor.shape) for part, tensor in zip(parts, into, strict=True)])
-
-
-def _box_of(full: torch.Tensor, box: Box) -> torch.Tensor:
-    for dim, (start, size) in enumerate(zip(box.at, box.sizes, strict=True)):
-        full = full.narrow(dim, start, size)
-    return full

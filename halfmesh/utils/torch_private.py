@@ -64,11 +64,6 @@ def foreach_zero_(tensors: Sequence[torch.Tensor]) -> None:
     torch._foreach_zero_(list(tensors))
 
 
-def foreach_norms(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """The 2-norm of each tensor, 0-dim in float64."""
-    return torch._foreach_norm(list(tensors), 2, dtype=torch.float64) if tensors else ()
-
-
 ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 """Functions of torch.distributed: torch 2.14 warns of the older names."""

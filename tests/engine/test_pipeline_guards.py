@@ -51,7 +51,7 @@ MODELS: list[tuple[Any, str]] = [
         "the model returns its own loss, but a pipeline computes that of each microbatch on its last stage",
     ),
     (lambda: deep(Apply(lambda x: x * 2 if x.sum() > 0 else x)), NO_DATA),
-    (lambda: deep(KeepsTerm()), "2.term is kept on the model with its graph"),
+    (lambda: deep(KeepsTerm()), "2.term keeps its graph on the model"),
 ]
 
 
@@ -82,10 +82,10 @@ def in_the_loop(rank: int, world_size: int) -> list[str]:
     told("engine.criterion(...): target has 5 rows, and the batch has 8", engine.criterion, output, y[:5])
     words = "engine(...): argument 2 has 3 rows, and the batch has 8; arguments are split along their first dim"
     told(words, engine, x, here(torch.ones(3, 2)))
-    words = "target has 8 items, one for each row of the batch, but is not a tensor"
+    words = "target has 8 items, one for each row of the batch, but only tensors are split"
     told(words, engine.criterion, output, [str(number) for number in range(8)])
     told("engine(...) got no tensor with a batch dim", engine)
-    assert "the model itself was called, but this rank holds only stage" in said(engine.model, x)
+    assert "this rank holds only stage" in said(engine.model, x)
     engine.model.load_state_dict(deep().state_dict())  # of a whole one each rank takes its part
     told("an input of engine(...) requires gradients", engine, x.clone().requires_grad_())
     engine.eval()
@@ -122,7 +122,7 @@ def of_models(rank: int, world_size: int) -> list[str]:
     engine = make(model=model)
     told("model: another engine sharded it", make, model=model)
     told("a sharded model cannot be pickled; save engine.state_dict()", pickle.dumps, model)
-    told("the 2 ranks of a pipeline got different inputs", engine, x + rank)
+    told("the ranks of a pipeline got different inputs", engine, x + rank)
     engine.close()
     return told.messages
 
@@ -154,7 +154,7 @@ def parts_later(rank: int, world_size: int) -> dict[str, str]:
 def test_batches_that_part_later_are_noticed():
     for found in run_ranks(parts_later, 2):
         for changed in ("targets", "inputs"):
-            assert f"10: the 2 ranks of a pipeline got different {changed}" in found[changed]
+            assert f"10: the ranks of a pipeline got different {changed}" in found[changed]
 
 
 def goes_on(rank: int, world_size: int) -> None:

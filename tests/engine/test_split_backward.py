@@ -46,5 +46,5 @@ def test_torch_that_counts_weights_twice_is_rejected(monkeypatch):
     monkeypatch.setattr(torch, "__version__", type(torch.__version__)("2.12.1+cpu"))
     for schedule in SPLIT:
         (found,) = check(load_config(config_of(schedule)), 2, "cpu")
-        assert "torch 2.12.1+cpu counts weights that a stage uses several times" in found.message
+        assert "where torch 2.12.1+cpu counts some twice" in found.message
     assert check(load_config(config_of("interleaved")), 2, "cpu") == []

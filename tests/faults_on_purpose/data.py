@@ -8,7 +8,7 @@ from .layouts import CLIPPED, DATA, FSDP, GRADIENT, NAIVE_BF16, TWICE, UNLIKE, W
 
 REDUCER, BUCKETS, ACCUMULATION = "parallel/reducer.py", "parallel/buckets.py", "engine/accumulation.py"
 ZERO1_FILE, FSDP_FILE, FSDP_REDUCER = (f"parallel/sharding/{name}.py" for name in ("zero1", "fsdp", "fsdp_reducer"))
-REDUCE_DTYPE = "torch.float64 if param.dtype == torch.float64 else dtype"
+REDUCE_DTYPE = "torch.float64 if param.dtype == torch.float64 else options.dtype"
 RECEIVED = "zip(self.slices, self.split(received), strict=True)"
 OPEN = "            shard.param.grad = None  # a placeholder\n        super().open("
 SPLIT = {**DATA.config()["parallel"]["data"], "bucket_mb": 0.0005}
@@ -27,7 +27,7 @@ DATA_FAULTS = (
     ),
     fault(
         "Data ranks keep their own gradients: an all-reduce is missing",
-        Text(BUCKETS, "return all_reduce(flat, self.group, op)", "return NothingSent()"),
+        Text(BUCKETS, "return all_reduce(flat, self.group)", "return NothingSent()"),
         In(DATA, GRADIENT, cause="an all-reduce or a broadcast between these ranks is missing"),
     ),
     fault(
@@ -46,7 +46,7 @@ DATA_FAULTS = (
     ),
     fault(
         "Gradients of weights in half precision are summed in it, where the config says float32",
-        Text(BUCKETS, REDUCE_DTYPE, "dtype if param.dtype == torch.float32 else param.dtype"),
+        Text(BUCKETS, REDUCE_DTYPE, "options.dtype if param.dtype == torch.float32 else param.dtype"),
         In(NAIVE_BF16, GRADIENT, unseen="it is no larger than the rounding of the format"),
     ),
     fault(

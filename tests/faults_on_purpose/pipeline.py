@@ -32,11 +32,11 @@ PIPELINE = (
         "Gradients are sent over the data ranks in the backward of the first microbatch",
         Text(
             "parallel/pipeline/runner.py",
-            "        def begin_last(module: StageModule, roots: Any) -> None:\n"
+            "        def begin_last(module: StageModule) -> None:\n"
             "            left.remove(module.index)\n"
-            "            on_last(module.params, not left, roots)\n",
-            "        on_last([param for part in self.stages for param in part.params], True, None)\n\n"
-            "        def begin_last(module: StageModule, roots: Any) -> None:\n"
+            "            on_last(module.params, not left)\n",
+            "        on_last([param for part in self.stages for param in part.params], True)\n\n"
+            "        def begin_last(module: StageModule) -> None:\n"
             "            left.remove(module.index)\n",
         ),
         In(Cell("none", data=2, pipeline=PIPE), "rejected *changed after it was sent*"),

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,7 +10,7 @@ from torch import nn
 from halfmesh import ParallelContext
 from halfmesh.config.schema import ParallelConfig, PipelineConfig, TensorConfig
 from halfmesh.errors import InputError
-from tests.support.models import MLP, make_engine, said
+from tests.support.models import make_engine, said
 from tests.support.ranks import here, rank_device, run_ranks
 
 CPU = torch.device("cpu")
@@ -46,14 +43,14 @@ def joined(context: ParallelContext, rank: int) -> None:
         parts = context.gather(here(torch.full((rank, 2), rank, dtype=torch.int64)), axis)
         assert parts.tolist() == [[r, r] for r in ranks for _ in range(r)]
         assert context.gather(here(torch.tensor(float(rank))), axis).tolist() == list(ranks)
-    shapes = r"context\.gather joins tensors along dim 0, but the ranks gave \(1, 1, 'torch\.float32'\), \(1, 2, "
+    shapes = r"joins rows of one dtype and shape, but the ranks gave \(1, 1, 'torch\.float32'\), \(1, 2, "
     with pytest.raises(InputError, match=shapes):
         context.gather(here(torch.ones(1, 1 + rank)))
-    with pytest.raises(InputError, match="give all of them the same dtype"):
+    with pytest.raises(InputError, match="rows of one dtype and shape"):
         context.gather(here(torch.ones(1, dtype=torch.float64 if rank else torch.float32)))
     with pytest.raises(InputError, match="op='avg': all_reduce gives the 'sum' or the 'mean'"):
         context.all_reduce(value, op="avg")  # type: ignore[arg-type]
-    with pytest.raises(InputError, match="axis='DP' is not an axis of the mesh; did you mean 'dp'"):
+    with pytest.raises(InputError, match="axis='DP' is not an axis of the mesh: "):
         context.all_reduce(value, "DP")
 
 
@@ -83,69 +80,15 @@ def test_ranks_and_sums_of_each_axis():
     run_ranks(axes, 4)
 
 
-def make(rank: int, dims: int = 3) -> tuple[nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(rank)
-    model = nn.Sequential(nn.Conv2d(dims, 4, 3), nn.BatchNorm2d(4)).to(memory_format=torch.channels_last)
-    model.register_buffer("mask", torch.rand(5) > 0.5, persistent=False)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    model(torch.randn(2, dims, 5, 5)).square().sum().backward()
-    optimizer.step()
-    return model, optimizer
-
-
-def tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    state = [value for p in model.parameters() for value in optimizer.state[p].values()]
-    return [t.detach().clone() for t in [*model.parameters(), *model.buffers(), *state]]
-
-
-def start(rank: int, world_size: int) -> list[torch.Tensor]:
-    model, optimizer = make(rank)
-    make_engine(model=model, optimizer=optimizer)
-    return tensors(model, optimizer)
-
-
-@pytest.mark.distributed
-def test_ranks_start_equal():
-    expected = tensors(*make(0))
-    for found in run_ranks(start, 2):
-        torch.testing.assert_close(found, expected, rtol=0, atol=0)
-
-
 def different(rank: int, world_size: int) -> list[str]:
-    fresh, shared = nn.Linear(2, 2), nn.Linear(2, 2)
-    cases = [
-        make(rank, dims=3 + rank),
-        (shared, torch.optim.SGD(shared.parameters(), lr=0.1 * (rank + 1))),
-        (fresh, torch.optim.SGD(fresh.parameters(), lr=0.1, momentum=0.9)),
-    ]
-    if rank == 1:
-        fresh(torch.ones(1, 2)).sum().backward()
-        cases[2][1].step()
-    return [said(make_engine, model=model, optimizer=optimizer) for model, optimizer in cases]
+    shared = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(shared.parameters(), lr=0.1 * (rank + 1))
+    return [said(make_engine, model=nn.Linear(2, 2 + rank)), said(make_engine, model=shared, optimizer=optimizer)]
 
 
 @pytest.mark.distributed
 def test_different_models_are_rejected_on_every_rank():
     for messages in run_ranks(different, 2):
-        whats = ["the model's parameters", "the optimizer", "the optimizer's state"]
-        assert [message.split(" must be the same on all ranks")[0] for message in messages] == whats
-        assert all("on rank 1 differ from rank 0;" in message for message in messages)
-
-
-def draws(rank: int, world_size: int) -> list[list[float]]:
-    """Numbers of torch, python and numpy after initialize, and as they are without it."""
-    found = []
-    for parallel in (None, {"tensor": {"size": 2, "plan": {"last": "colwise_gather"}}}, {}):
-        model = MLP()
-        for each in (torch.manual_seed, random.seed, np.random.seed):
-            each(rank)
-        if parallel is not None:
-            make_engine({"seed": 2**32 - 1, "parallel": parallel}, model=model)
-        found.append([torch.rand(1).item(), random.random(), np.random.rand()])
-    return found
-
-
-@pytest.mark.distributed
-def test_no_layout_seeds_the_users_generators():
-    for expected, *found in run_ranks(draws, 4):
-        assert found == [expected, expected]
+        for message, what in zip(messages, ("the model's parameters", "the optimizer"), strict=True):
+            assert message.startswith(f"{what} must be the same on all ranks")
+            assert "on rank 1 differ from rank 0;" in message

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from halfmesh.parallel.rng import CPU, ModelRNG, RandomFork
+from halfmesh.parallel.rng import CPU, RandomFork
 
 
 def test_a_state_from_long_ago_still_shows_how_its_fork_goes_on():
@@ -25,13 +25,3 @@ def test_a_state_from_long_ago_still_shows_how_its_fork_goes_on():
             fork.close()
     assert found[0] == found[1]
     assert not fork.is_open
-
-
-def test_a_seed_of_the_config_is_never_taken_for_a_fork():
-    fork = RandomFork(0, CPU)
-    torch.manual_seed(1)
-    fork.open()
-    seed = torch.initial_seed()
-    fork.close()
-    with ModelRNG(seed, CPU):
-        assert not fork.is_open

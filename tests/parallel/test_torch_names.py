@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from halfmesh.parallel.sharding.fsdp import FREED
 
@@ -30,13 +29,3 @@ def test_a_storage_is_one_object_as_long_as_its_memory():
     for _ in range(20):  # memory that was free would soon be used again
         param.data = torch.zeros(3)
         assert param.untyped_storage() is not held
-
-
-def test_a_mode_that_sees_operators_is_known():
-    class Mode(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            return function(*args, **(kwargs or {}))
-
-    assert _get_current_dispatch_mode() is None
-    with Mode() as mode:
-        assert _get_current_dispatch_mode() is mode

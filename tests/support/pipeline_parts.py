@@ -34,7 +34,8 @@ def stages_of(
         found = resolve(model, size, chunks, partition)
     except InputError as error:
         return [], (), [str(error)]
-    return found.names, found.costs, []
+    names = [" to ".join(dict.fromkeys((stage[0].name, stage[-1].name))) for stage in found.stages]
+    return names, found.costs, []
 
 
 def compose(model: nn.Module, pieces: Sequence[Piece], *args: Any, **kwargs: Any) -> Any:

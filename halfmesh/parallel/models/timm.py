@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from ..pipeline.pieces import BlockPartition
+from ..pipeline.partition import BlockPartition
 from ..tensor.plans import LayerPlan, elementwise
 
 # -- layers over tensor ranks ----------------------------------------------------------------------------------------

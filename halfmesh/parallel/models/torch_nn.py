@@ -10,7 +10,7 @@ from torch import nn
 
 from ...utils.torch_private import call_hooks
 from ..modules import comes_from
-from ..pipeline.pieces import Call, Piece, children_of
+from ..pipeline.partition import Call, Piece, children_of
 from ..tensor.plans import LayerPlan, elementwise
 
 TORCH_ATTENTION = LayerPlan((nn.MultiheadAttention,), {"": "attention", "out_proj": "rowwise"})

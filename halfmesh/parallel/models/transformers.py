@@ -16,7 +16,7 @@ from torch import nn
 
 from ...errors import InputError
 from ...utils.param_shard import compute_dtype
-from ..pipeline.pieces import BlockPartition
+from ..pipeline.partition import BlockPartition
 from ..tensor.plans import LayerPlan, elementwise
 from .peft import base_model
 

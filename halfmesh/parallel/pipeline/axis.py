@@ -10,7 +10,6 @@ import torch
 from torch import nn, optim
 
 from ...errors import HalfmeshError, InputError, did_you_mean, shorten
-from ...utils.optimizer_state import kinds_of
 from ...utils.param_shard import ParamShard
 from ...utils.tensors import parameter_names, replace_data
 from ...utils.torch_private import call_hooks, is_compiled
@@ -45,8 +44,7 @@ class PipelineParallelism(Axis):
         pipeline = config.parallel.pipeline
         size, microbatches = pipeline.size, pipeline.microbatches
         if microbatches is None:
-            start = f"pipeline=dict(size={size}, microbatches={2 * size})"
-            yield "parallel.pipeline.microbatches", f"is required when pipeline.size > 1; for example {start}"
+            yield "parallel.pipeline.microbatches", f"is required when pipeline.size > 1; for example {2 * size}"
         schedule = SCHEDULES.get(pipeline.schedule)
         for key, message in schedule.find_problems(size, pipeline.chunks, microbatches):
             yield f"parallel.pipeline.{key}", message
@@ -76,8 +74,7 @@ def _find_split_problems(config: Any) -> Iterator[str]:
     strategy, instead = config.parallel.data.strategy, "or schedule='interleaved'"
     why = "computes the gradients of weights in a separate pass"
     if torch.__version__ < "2.13":
-        found = f"torch {torch.__version__} counts weights that a stage uses several times (a GRU, tied ones) twice"
-        yield f"{why}, where {found}; use torch 2.13 or later, {instead}"
+        yield f"{why}, where torch {torch.__version__} counts some twice; use torch 2.13 or later, {instead}"
     if DATA_STRATEGIES.get(strategy).shards_model:
         yield f"{why}, which {strategy!r} would miss; use data='zero1', {instead}"
     if config.compile.enabled:
@@ -93,53 +90,30 @@ def _find_problems(inputs: PlanInputs, partition: Partition | None) -> Iterator[
     model, criterion = inputs.model, inputs.criterion
     joint = {key: group[key] for group in inputs.optimizer.param_groups for key in _OF_ALL_PARAMETERS if group.get(key)}
     for key, value in joint.items():
-        yield (
-            f"optimizer: {kinds_of(inputs.optimizer)} has {key}={value!r}, which applies to all parameters together, "
-            "but a pipeline rank holds only some; set it to None, and clip_grad_norm in the config"
-        )
+        yield f"optimizer: {key}={value!r} uses all parameters; set it to None, and clip_grad_norm in the config"
     own = set(criterion.parameters()) if isinstance(criterion, nn.Module) else ()
     if names := [name for name, param in model.named_parameters() if param in own]:
-        yield (
-            f"criterion: it uses weights of the model ({shorten(names)}), which would belong to no stage; use them in "
-            "the last module of the forward (as for the logits of ArcFace), or train without parallel.pipeline"
-        )
+        yield f"criterion: no stage would have {shorten(names)}, weights of the model; use them in its last module"
     known = [name for called in (model, criterion) if called is not None for name in parameter_names(called)]
     for name in (n for n in inputs.options.non_split if n not in known and not any(k.startswith("*") for k in known)):
         near = did_you_mean(name, known)
         yield f"parallel.pipeline.non_split: neither the model nor the criterion has an argument {name!r}{near}"
     if any(is_compiled(module) for module in model.modules()):
         yield "a compiled model cannot be split into stages; pass it uncompiled"
-    if names := [name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)]:
-        yield (
-            f"{shorten(names)}: SyncBatchNorm needs all ranks, but other stages do not have the layer; use BatchNorm: "
-            "halfmesh averages its running statistics over the data ranks"
-        )
-    tables = [(n, module) for n, module in model.named_modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))]
-    if names := [name for name, table in tables if table.sparse or table.scale_grad_by_freq]:
-        yield f"{shorten(names)}: sparse=True and scale_grad_by_freq=True do not work under a pipeline; leave them out"
-    if partition is None:
-        return
-    ranks, buffers = partition.holders(model), model.named_buffers(remove_duplicate=False)
-    if names := [n for n, x in buffers if n.rpartition(".")[2].startswith("running_") and len(ranks[id(x)]) > 1]:
-        yield (
-            f"{shorten(names)}: several stages use this norm, and each would keep its own running statistics; use a "
-            "norm without statistics, or split the model so that one stage has both uses"
-        )
-    passed = partition.not_called(model)
+    for name, module in model.named_modules():
+        if isinstance(module, nn.SyncBatchNorm):
+            yield f"{name}: SyncBatchNorm needs all ranks, but other stages do not have the layer; use BatchNorm"
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and (module.sparse or module.scale_grad_by_freq):
+            yield f"{name}: sparse=True and scale_grad_by_freq=True do not work under a pipeline; leave them out"
+    passed = partition.not_called(model) if partition else ()
     if names := [name or "the model itself" for name, module in passed if call_hooks(module)]:
-        yield (
-            f"{shorten(names)}: it has hooks, but under a pipeline it is not called as a whole; register them on the "
-            "modules inside it"
-        )
+        yield f"{shorten(names)}: it has hooks, but stages do not call it; register them on the modules inside it"
 
 
 def find_batch_problem(size: Any, microbatches: int) -> Iterator[str]:
     """The reason why a batch of `size` rows cannot be split into `microbatches`."""
     if isinstance(size, int) and size % microbatches:
-        yield (
-            f"parallel.pipeline.microbatches={microbatches} does not divide the dataloader's batch_size={size}; change "
-            "one of the two"
-        )
+        yield f"parallel.pipeline.microbatches={microbatches} does not divide the dataloader's batch_size={size}"
 
 
 class StageParameters(AppliedAxis):
@@ -165,10 +139,7 @@ class StageParameters(AppliedAxis):
         try:
             self.meta_model = meta_copy(model, model)
         except Exception as error:
-            raise InputError(
-                f"the model cannot be copied ({error}), but a pipeline needs a copy to find the shapes between "
-                "stages; remove what copy.deepcopy rejects from the model"
-            ) from error
+            raise InputError(f"a pipeline needs a copy of the model, which copy.deepcopy rejects: {error}") from error
         self.first_names = first_names(model)
         self.context = context
         holders = partition.holders(model)
@@ -202,13 +173,12 @@ class StageParameters(AppliedAxis):
         partition, microbatches = self.partition, options.microbatches or 1
         total = sum(partition.costs) or 1
         bubble = SCHEDULES.get(options.schedule).bubble(options.size, options.chunks, microbatches)
-        stages = [
-            f"{index} on pp {partition.ranks[index]}: {name} ({cost / total:.0%} of parameters)"
-            for index, (name, cost) in enumerate(zip(partition.names, partition.costs, strict=True))
-        ]
-        stages += [f"on several stages: {shorten(self._shared_names)}"] if self._shared_names else []
-        rows = f"{options.schedule}, {microbatches} microbatches, bubble {bubble:.0%}; {'; '.join(stages)}"
-        return {"layout": "every rank holds its stages", "stages": rows}
+        rows = [f"{options.schedule}, {microbatches} microbatches, bubble {bubble:.0%}"]
+        for index, (stage, rank) in enumerate(zip(partition.stages, partition.ranks, strict=True)):
+            names, share = (stage[0].name, stage[-1].name)[: len(stage)], partition.costs[index] / total
+            rows.append(f"{index} on pp {rank}: {' to '.join(names)} ({share:.0%} of parameters)")
+        rows += [f"on several stages: {shorten(self._shared_names)}"] if self._shared_names else []
+        return {"layout": "every rank holds its stages", "stages": "; ".join(rows)}
 
     @torch.no_grad()
     def _drop(self, model: nn.Module, optimizer: optim.Optimizer) -> None:
@@ -237,7 +207,4 @@ class StageParameters(AppliedAxis):
         keys.unexpected_keys[:] = [key for key in keys.unexpected_keys if key not in self._foreign]
 
     def _reject_call(self, model: nn.Module, *_: Any) -> NoReturn:
-        raise InputError(
-            f"the model itself was called, but this rank holds only stage {self.rank} of it; call engine(...) on all "
-            "ranks"
-        )
+        raise InputError(f"this rank holds only stage {self.rank} of the model; call engine(...) on all ranks instead")

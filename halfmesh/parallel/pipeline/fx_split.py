@@ -9,20 +9,22 @@ from __future__ import annotations
 
 import inspect
 import operator
+import os
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from types import NoneType
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 from ...errors import InputError, did_you_mean, page
 from ..modules import is_within
-from .fx_trace import UPDATES, is_models_own, line_of, plain_values, trace
-from .pieces import Call, Piece, signature_of
+from .fx_trace import trace
+from .partition import PLAIN, Call, Piece, plain_values, signature_of
 
 _REGISTER = f"register a partitioner for the model (halfmesh.PARTITIONERS, see {page('Pipeline parallelism')})"
+_HOUSE = os.path.dirname(__file__)
 _RANDOM = ("dropout", "rand", "bernoulli", "multinomial", "normal", "poisson", "exponential", "cauchy", "geometric")
 
 
@@ -38,13 +40,10 @@ def split_at(model: nn.Module, points: Sequence[str]) -> list[Piece]:
         if point not in known:
             raise InputError(f"partition: {point!r} is not a module of the model{did_you_mean(point, known)}")
     forward = _SplitForward(model, points)
-    pieces = [
+    return [
         Piece(name, uses, partial(forward.run, index), forward.prepare)
         for index, (name, uses) in enumerate(zip(("the beginning", *points), forward.uses, strict=True))
     ]
-    if empty := [piece.name for piece in pieces if not piece.uses]:
-        raise InputError(f"partition: no module is left for the stage of {empty[0]}; name other split points")
-    return pieces
 
 
 class _SplitForward:
@@ -60,9 +59,7 @@ class _SplitForward:
         self._signature = inspect.signature(model.forward)
         kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
         if any(parameter.kind in kinds for parameter in self._signature.parameters.values()):
-            raise InputError(
-                f"{self._class}.forward takes *args or **kwargs, which cannot be traced for split points; {_REGISTER}"
-            )
+            raise InputError(f"{self._class}.forward takes *args or **kwargs, which cannot be traced; {_REGISTER}")
         # The modules that are traced: the model, and those that hold a point.
         names = [name for name, _ in model.named_modules()]
         self._opened = [n for n in names if not n or any(point.startswith(f"{n}.") for point in points)]
@@ -82,8 +79,7 @@ class _SplitForward:
         values = self._values(call)
         pieces = self._trace(model, values, values)
         for piece, first in zip(pieces, self.uses, strict=True):
-            new = [name for name in _uses_of(piece) if name not in first]
-            if new:
+            if new := [name for name in _uses_of(piece) if name not in first]:
                 mode = "training" if model.training else "evaluation"
                 raise InputError(
                     f"called with {', '.join(sorted(values))} in {mode}, a stage needs {', '.join(new)}, which it does "
@@ -108,18 +104,23 @@ class _SplitForward:
     ) -> list[fx.Graph]:
         """The pieces of the forward for `arguments` with the shapes of `values`; None: with any shapes."""
         fixed = {n: p.default for n, p in self._signature.parameters.items() if n not in arguments}
-        fixed |= {n: v for n, v in arguments.items() if isinstance(v, (bool, int, float, str, NoneType))}
+        fixed |= {n: v for n, v in arguments.items() if isinstance(v, PLAIN)}
         opened = [model.get_submodule(name) for name in self._opened]
         try:
-            return _cut(trace(model, opened, fixed, values), self._points)
+            graph = trace(model, opened, fixed, values)
         except Exception as error:  # any error that the forward raises because values are not known
-            if values is not None and is_models_own(error):
-                raise
-            what = f"{error}{line_of(reversed(list(traceback.walk_tb(error.__traceback__))))}"
+            frames = traceback.extract_tb(error.__traceback__)
+            lines = [f" (`{at.line}`, line {at.lineno} of {at.filename})" for at in frames if _is_models(at.filename)]
             raise InputError(
-                f"{self._class}.forward cannot be traced for split points: {what}. Move code that reads values, keeps "
-                f"them, or uses no_grad or autocast into a module that is not a split point, or {_REGISTER}"
+                f"{self._class}.forward cannot be traced for split points: {error}{''.join(lines[-1:])}. Move code "
+                "that reads values, keeps them, or uses no_grad or autocast into a module that is not a split point, "
+                f"or {_REGISTER}"
             ) from error
+        return _cut(graph, self._points)
+
+
+def _is_models(file: str) -> bool:
+    return not file.startswith((_HOUSE, os.path.dirname(torch.__file__)))
 
 
 def _compile(graph: fx.Graph) -> Callable[[nn.Module, Mapping[str, Any]], Any]:
@@ -149,11 +150,8 @@ def _cut(graph: fx.Graph, points: Sequence[str]) -> list[fx.Graph]:
         for point in points if node.op == "call_module" else ():
             if is_within(str(node.target), point):
                 begins.setdefault(point, position)
-    missing = [point for point in points if point not in begins]
-    if missing:
-        raise InputError(
-            f"partition: {', '.join(missing)} is never called by the model's forward; name modules that it calls"
-        )
+    if missing := [point for point in points if point not in begins]:
+        raise InputError(f"partition: {', '.join(missing)} is never called by the model's forward")
     starts = [begins[point] for point in points]
     if starts != sorted(starts):
         order = ", ".join(sorted(points, key=lambda point: begins[point]))
@@ -184,8 +182,8 @@ def _reject_change(node: fx.Node, piece_of: Mapping[fx.Node, int]) -> None:
         return
     name = changed.target if is_of_weights else changed
     raise InputError(
-        f"partition: the forward changes {name} in place{node.meta['line']}, but other stages have a copy of it; use "
-        "the out-of-place form, or change a buffer where it is first used, or in a separate module"
+        f"partition: the forward changes {name} in place ({node.name}), but other stages have a copy of it; use the "
+        "out-of-place form, or change a buffer where it is first used, or in a separate module"
     )
 
 
@@ -198,9 +196,6 @@ def _changed_by(node: fx.Node) -> fx.Node | None:
     in_place = name.endswith("_") and not name.endswith("__") and node.target not in vars(operator).values()
     if in_place or node.kwargs.get("inplace") is True:
         target = node.args[0] if node.args else node.kwargs.get("input")
-    elif node.target in UPDATES and isinstance(first := node.args[0], fx.Node):
-        # `n += 1` of a number makes a new number, which matters only if the old one is used again.
-        target = first if first.op == "placeholder" or any(user > node for user in first.users) else None
     return target if isinstance(target, fx.Node) else None
 
 

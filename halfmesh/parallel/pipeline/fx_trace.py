@@ -3,37 +3,29 @@
 from __future__ import annotations
 
 import inspect
-import linecache
-import operator
-import os
-import random
-import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from types import FrameType, NoneType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import fx, nn
-from torch.overrides import TorchFunctionMode
+from torch.fx.proxy import TraceError
 
-from ... import nn as halfmesh_nn
 from ...errors import InputError
 from ...utils.tensors import leaves_of, tensors_of
 from ..modules import run_without_data, unchanged
+from ..rng import CPU, random_state, same_state
+from .partition import plain_values
 
-UPDATES = tuple(getattr(operator, name) for name in fx.graph.inplace_methods if name != "setitem")
-"""`x += y` and the like, which change a tensor in place but replace a number."""
 _METHODS = ("size", "dim", "numel", "nelement", "ndimension")
 _ATTRIBUTES = ("shape", "ndim")
 _PLAIN = ("_operator", "builtins", "math")
-_NOT_ITS_OWN = tuple(map(os.path.dirname, (os.path.dirname(__file__), halfmesh_nn.__file__, torch.__file__)))
 
-_MAKERS: set[Callable[..., Any]] = {
+_MAKERS: tuple[Callable[..., Any], ...] = (
     *(torch.tensor, torch.arange, torch.linspace, torch.logspace, torch.eye, torch.tril_indices, torch.triu_indices),
     *(torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn, torch.randint, torch.randperm),
-}
+)
+"""Functions that make a tensor from sizes."""
 
 
 def trace(
@@ -43,8 +35,8 @@ def trace(
 
     Args:
         fixed: arguments of the forward with their values. All others are placeholders with their names.
-        values: all arguments, of which only the shapes count. If None, a condition on shapes is False, unless the model
-            raises an error for that.
+        values: all arguments, of which only the shapes count. If None, a condition on shapes is False, unless that is
+            an error.
 
     Raises:
         Exception: any error of the forward because values are not known.
@@ -55,10 +47,12 @@ def trace(
             return _record(model, opened, fixed, answers)
         except _ShapeCondition as condition:
             answers.append(values is not None and _evaluate(condition, model, values))
-        except Exception as error:
+        except (TraceError, TypeError, InputError):  # whatever the answers are
+            raise
+        except Exception:
             while answers and answers[-1]:
                 answers.pop()
-            if values is not None or not is_models_own(error) or not answers:
+            if values is not None or not answers:
                 raise
             answers[-1] = True
 
@@ -68,35 +62,13 @@ def _record(
 ) -> fx.Graph:
     """The graph, with `answers` for the first conditions on shapes. Raises _ShapeCondition with the next one."""
     tracer = _Tracer(opened, inspect.signature(model.forward), answers)
-    with unchanged(opened), _Makers(tracer):
-        before = _state(opened)
+    before, state = plain_values(opened), random_state(CPU)
+    with unchanged(opened):
         graph = tracer.trace(model, concrete_args=dict(fixed))
         _reject_kept(opened)
-        if _state(opened) != before:
-            raise InputError("it changes numbers or flags on the model, or draws random numbers from python or numpy")
+        if plain_values(opened) != before or not same_state(random_state(CPU), state):
+            raise InputError("it changes numbers or flags on the model, or draws random numbers for itself")
     return graph
-
-
-def plain_attributes(module: nn.Module) -> dict[str, Any]:
-    """The numbers, flags and strings on a module, which a trace treats as constants."""
-    return {n: value for n, value in vars(module).items() if isinstance(value, (bool, int, float, str, NoneType))}
-
-
-def plain_values(modules: Iterable[nn.Module]) -> str:
-    """A key of the plain attributes of modules."""
-    return repr(list(map(plain_attributes, modules)))
-
-
-class _Proxy(fx.Proxy):
-    """Records `x += y` unchanged, because it changes a tensor under all its names. (fx makes x = x + y of it.)"""
-
-
-def _recorded(function: Any) -> Callable[[_Proxy, Any], Any]:
-    return lambda proxy, other: proxy.tracer.create_proxy("call_function", function, (proxy, other), {})
-
-
-for _function in UPDATES:
-    setattr(_Proxy, f"__{_function.__name__}__", _recorded(_function))
 
 
 class _Tracer(fx.Tracer):
@@ -105,8 +77,8 @@ class _Tracer(fx.Tracer):
     proxy_buffer_attributes = True  # else a value computed from a buffer would be a constant
 
     def __init__(self, opened: Sequence[nn.Module], signature: inspect.Signature, answers: Sequence[bool]) -> None:
-        super().__init__(autowrap_functions=tuple(_MAKERS), param_shapes_constant=True)
-        self._autowrap_search.append(torch)  # torch.ones(n, n) would fail before `_Makers` sees it
+        super().__init__(autowrap_functions=_MAKERS, param_shapes_constant=True)
+        self._autowrap_search.append(torch)  # where code calls them: torch.ones(n, n)
         self._answers = iter(answers)
         self._opened = set(opened)
         self._signature = signature
@@ -114,9 +86,6 @@ class _Tracer(fx.Tracer):
 
     def is_leaf_module(self, module: nn.Module, name: str) -> bool:
         return module not in self._opened
-
-    def proxy(self, node: fx.Node) -> fx.Proxy:
-        return _Proxy(node, self)
 
     def to_bool(self, obj: fx.Proxy) -> bool:
         """The truth of a value in an `if`, an `assert` and the like."""
@@ -145,22 +114,7 @@ class _Tracer(fx.Tracer):
         if _modes() != self._modes:
             name = getattr(target, "__name__", target)
             raise InputError(f"{name} is called inside no_grad, autocast or similar, which a trace does not record")
-        proxy = super().create_proxy(kind, target, *args, **kwargs)
-        proxy.node.meta["line"] = line_of(traceback.walk_stack(None))
-        return proxy
-
-
-class _Makers(TorchFunctionMode):
-    """Records functions that make a tensor from none, such as torch.rand; their result would be a constant."""
-
-    def __init__(self, tracer: fx.Tracer) -> None:
-        super().__init__()
-        self._tracer = tracer
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _MAKERS and hasattr(self._tracer, "graph"):
-            return self._tracer.create_proxy("call_function", func, args, kwargs or {})
-        return func(*args, **(kwargs or {}))
+        return super().create_proxy(kind, target, *args, **kwargs)
 
 
 def _modes() -> tuple[bool, ...]:
@@ -170,19 +124,12 @@ def _modes() -> tuple[bool, ...]:
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast
 
 
-def _state(modules: Iterable[nn.Module]) -> tuple[str, str]:
-    return plain_values(modules), repr((random.getstate(), np.random.get_state()))
-
-
 def _reject_kept(modules: Iterable[nn.Module]) -> None:
     """Raise InputError for values that the forward has put on modules, or into their buffers, lists and dicts."""
     for module in modules:
         for name, value in (module._buffers | vars(module)).items():
-            for proxy in leaves_of(value, fx.Proxy):
-                raise InputError(
-                    f"it keeps a value on the model ({name}){proxy.node.meta['line']}; only buffers can keep values, "
-                    "changed in place: self.table.add_(...) or .copy_(...)"
-                )
+            if leaves_of(value, fx.Proxy):
+                raise InputError(f"it keeps a value on the model ({name}); change a buffer in place (table.add_)")
 
 
 # -- conditions on shapes ----------------------------------------------------------------------------------------------
@@ -221,21 +168,3 @@ def _evaluate(condition: _ShapeCondition, model: nn.Module, values: Mapping[str,
         message = f"it reads a shape that depends on data: {error}"
         raise InputError(message).with_traceback(condition.__traceback__) from error
     return found
-
-
-# -- lines of the code -------------------------------------------------------------------------------------------------
-
-
-def line_of(frames: Iterable[tuple[FrameType, int]]) -> str:
-    """The first line of the model's code in `frames`, its statement, number and file in parentheses; "" without one."""
-    for frame, number in frames:
-        file = frame.f_code.co_filename
-        if not file.startswith(_NOT_ITS_OWN):
-            return f" (`{linecache.getline(file, number).strip()}`, line {number} of {file})"
-    return ""
-
-
-def is_models_own(error: BaseException) -> bool:
-    """Return True if the model's code itself raised it, by `raise` or `assert`."""
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    return not last.filename.startswith(_NOT_ITS_OWN) and (last.line or "").startswith(("raise", "assert"))

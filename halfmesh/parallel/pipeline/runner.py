@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -15,22 +14,19 @@ from torch import nn
 from ...errors import InputError, shorten
 from ...utils.tensors import map_tensors
 from ...utils.torch_private import DATA_NEEDED
-from ..comm import broadcast_object, is_simulated
 from ..modules import meta_copy, run_without_data
 from ..rng import IsolatedRNG
 from .axis import StageParameters
-from .fx_trace import plain_attributes, plain_values
-from .pieces import Call, signature_of
+from .partition import Call, plain_attributes, plain_values, signature_of
 from .schedules import TorchSchedule
-from .stage import Batch, ForwardContext, Stage, StageModule
-from .transport import on_wire, pack, restore
+from .stage import Batch, ForwardContext, Stage, StageModule, on_wire, pack, restore
 
 _MOST_SHAPES = 64
 """Metadata and schedules, which hold no memory of the device, are kept for this many shapes of batches."""
 
-OnLast = Callable[[Collection[nn.Parameter], bool, Any], None]
+OnLast = Callable[[Collection[nn.Parameter], bool], None]
 """Called before the last backward of each stage, with the parameters that get gradients from it, and True if it is the
-last backward on this rank; and with the tensors from which it runs, None if it is divided into several."""
+last backward on this rank."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +34,7 @@ class CallMetadata:
     """Metadata of calls of one shape.
 
     Attributes:
-        modes: `Pipeline.modes` of the model, with which this rank's stages have these outputs.
+        modes: `Pipeline.modes` of the model, with which stages have these outputs.
         stages: each stage's output: a tree of tensors on the meta device.
         schedules: torch's, by the number of microbatches.
     """
@@ -88,50 +84,29 @@ class Pipeline:
         self._known: dict[str, CallMetadata] = {}
 
     def look_up(self, call: Call) -> CallMetadata:
-        """The metadata of calls like `call`, with the model in its present modes. All ranks of the pipeline together.
+        """The metadata of calls like `call`, with the model in its present modes. Each rank infers those of all stages.
 
         Raises:
             InputError: an error has left the pipeline in the middle of a batch.
-            Exception: of a stage's forward, raised on all ranks.
+            Exception: of a stage's forward.
         """
         if self._error:
-            raise InputError(
-                f"an error stopped this pipeline in the middle of a batch ({self._error}); end the run: under a "
-                "pipeline you cannot catch the error and skip the batch"
-            )
+            raise InputError(f"an error stopped this pipeline in the middle of a batch ({self._error}); end the run")
         modes = self.modes()
-        # Not by all modes: ranks whose modes differ would not ask for shapes in the same calls.
+        # Not by all modes: torch's schedules send as they begin, and ranks may have modules in other modes.
         key = f"{self._model.training} {signature_of(call)}"
         known = self._known.get(key)
         if known is None:
             if len(self._known) == _MOST_SHAPES:
                 del self._known[next(iter(self._known))]
-            known = self._known[key] = CallMetadata(modes, self._infer(call))
+            trees: list[Any] = []
+            for stage in range(len(self._partition.stages)):
+                trees.append(self._infer_stage(call, stage, trees[-1] if trees else None))
+            known = self._known[key] = CallMetadata(modes, trees)
         elif known.modes != modes:
             self._prepare(call)
             known = self._known[key] = replace(known, modes=modes)
         return known
-
-    def _infer(self, call: Call) -> Sequence[Any]:
-        """Each stage's output for `call`: each rank finds those of its stages, and tells them the others."""
-        trees: list[Any] = []
-        for stage, rank in enumerate(self._partition.ranks):
-            given, told, error = trees[-1] if trees else None, b"", None
-            if is_simulated():  # there are no other ranks
-                trees.append(self._infer_stage(call, stage, given))
-                continue
-            if rank == self.context.pp_rank:
-                try:
-                    told = pickle.dumps(self._infer_stage(call, stage, given))
-                except Exception as raised:
-                    error = raised
-            failure = (str(error), isinstance(error, InputError)) if error else None
-            told, failure = broadcast_object((told, failure), rank, self.context.device, self.context.group("pp"))
-            if failure:
-                raise error or (InputError if failure[1] else RuntimeError)(failure[0])
-            with torch.inference_mode(False):
-                trees.append(pickle.loads(told))
-        return trees
 
     def _infer_stage(self, call: Call, stage: int, given: Any) -> Any:
         """The output of `stage` for `call`: a tree of tensors on the meta device. Nothing is computed.
@@ -152,21 +127,16 @@ class Pipeline:
                     activations = piece.run(meta_model, each, activations)
             for name, value in _plain_tensors(meta_model):
                 if name not in before and value.requires_grad and not value.is_leaf:
-                    raise InputError(
-                        f"{name} is kept on the model with its graph, perhaps for a loss term, but the criterion runs "
-                        "only on the last stage, which cannot reach it; return it as part of the output, or keep it "
-                        "detached"
-                    )
+                    raise InputError(f"{name} keeps its graph on the model; return it in the output, or detach it")
             return activations
 
         try:
-            with IsolatedRNG(0):  # what this rank's stages draw, others do not
+            with IsolatedRNG(0):
                 tree = run_without_data(meta_model, run, self.context.device, call.args, dict(call.kwargs), given)
         except (*DATA_NEEDED, RuntimeError) as error:
             raise InputError(
-                "the model's forward failed on the tensors without data that a pipeline uses to find the shapes "
-                "between stages (.item(), `if` and boolean indexing on activations need values): "
-                f"{str(error).splitlines()[0]}"
+                "the model's forward failed on the tensors without data with which a pipeline finds shapes (.item(), "
+                f"`if` and boolean indexing on activations need values): {str(error).splitlines()[0]}"
             ) from error
         return map_tensors(_on_meta, tree)
 
@@ -177,12 +147,8 @@ class Pipeline:
             InputError: the model has other modules than at initialize, or cannot be traced for this call.
         """
         meta_model = meta_copy(self.params.meta_model, self.params.meta_model)
-        changed = sorted(dict(meta_model.named_modules()).keys() ^ dict(self._model.named_modules()).keys())
-        if changed:
-            raise InputError(
-                f"{shorten(changed)}: these modules were added or removed after initialize, but under a pipeline each "
-                "rank holds its stages as they were then. Close the engine, and call initialize again"
-            )
+        if changed := sorted(dict(meta_model.named_modules()).keys() ^ dict(self._model.named_modules()).keys()):
+            raise InputError(f"{shorten(changed)} were added or removed after initialize; close, and initialize again")
         for mine, theirs in zip(meta_model.modules(), self._model.modules(), strict=True):
             mine.training = theirs.training
             if theirs in self._traced:  # what others keep follows from a call: a table fits the length it was made for
@@ -221,9 +187,9 @@ class Pipeline:
             schedule = known.schedules[len(calls)] = self._schedule.make(stages, len(calls))
         numbers, left = torch.arange(len(calls)), set(self._modules)
 
-        def begin_last(module: StageModule, roots: Any) -> None:
+        def begin_last(module: StageModule) -> None:
             left.remove(module.index)
-            on_last(module.params, not left, roots)
+            on_last(module.params, not left)
 
         with self._one_batch():
             for module in self.stages:

@@ -13,7 +13,7 @@ from torch.distributed import pipelining
 from ...errors import InputError
 from ...utils.tensors import map_tensors, position_names, tensors_of
 from ...utils.torch_private import versions
-from .pieces import Call
+from .partition import Call
 
 
 class SplitCall:
@@ -51,9 +51,9 @@ class SplitCall:
         for name, value in self._values if count > 1 else ():
             if name not in self._non_split and _has_items_of_rows(value, rows):
                 raise InputError(
-                    f"{self._name}: {name} has {rows} items, one for each row of the batch, but is not a tensor, and "
-                    "only tensors are split into microbatches; pass a tensor, padded if samples differ in size. If it "
-                    f"is the same for all samples, name it in parallel.pipeline.non_split=({name!r},)"
+                    f"{self._name}: {name} has {rows} items, one for each row of the batch, but only tensors are split "
+                    "into microbatches; pass a padded tensor. If it is the same for all samples, name it in "
+                    f"parallel.pipeline.non_split=({name!r},)"
                 )
         chunks = [self._chunks(name, tensor, sizes) for name, tensor in self._named]
         tree = self._call.args, dict(self._call.kwargs)
@@ -75,8 +75,7 @@ class SplitCall:
         if tensor.shape[0] != sum(sizes):
             raise InputError(
                 f"{self._name}: {name} has {tensor.shape[0]} rows, and the batch has {sum(sizes)}; arguments are split "
-                f"along their first dim. Name those without a batch dim in parallel.pipeline.non_split=({name!r},). "
-                "(A graph cannot be split: train it with microbatches=1 and schedule='gpipe')"
+                f"along their first dim. Name those without a batch dim in parallel.pipeline.non_split=({name!r},)"
             )
         return tensor.split(list(sizes))
 
@@ -127,18 +126,15 @@ class TorchSchedule:
         """The keys ("microbatches", "chunks") that do not fit and why, for `size` ranks with `chunks` stages each."""
         stages = size * chunks if self.is_v else size
         if microbatches is not None and self.fills and microbatches < stages:
-            few = f"{microbatches} is fewer than the {stages} stages, which schedule={self.name!r} has to fill"
-            yield "microbatches", f"{few}; use {stages} or more, or schedule='gpipe'"
+            yield "microbatches", f"{microbatches} is fewer than the {stages} stages; use more, or schedule='gpipe'"
         if microbatches is not None and self.interleaves and not self.is_v and microbatches % size:
-            odd = f"{microbatches} is not a multiple of the {size} ranks, which schedule={self.name!r} needs"
-            yield "microbatches", f"{odd}; use a multiple, or another schedule"
+            yield "microbatches", f"{microbatches} is not a multiple of the {size} ranks, as {self.name!r} needs"
         if self.is_v and chunks != 2:
             yield "chunks", f"schedule={self.name!r} has two chunks per rank, not {chunks}; use chunks=2"
         elif self.interleaves and chunks < 2:
             yield "chunks", f"{chunks} chunk leaves nothing to interleave; use chunks=2 or more, or schedule='1f1b'"
         if not self.interleaves and chunks > 1:
-            many = f"{chunks} chunks per rank need schedule='interleaved'"
-            yield "chunks", f"{many}; schedule={self.name!r} has one"
+            yield "chunks", f"{chunks} chunks per rank need schedule='interleaved'; schedule={self.name!r} has one"
 
     def make(self, stages: Sequence[pipelining.PipelineStage], microbatches: int) -> Any:
         """A schedule over this rank's stages. The last stage returns the loss, ready for backward."""

@@ -40,6 +40,13 @@ from .fsdp_wrap import (
 
 FREED = "are out of bounds for storage of size 0"
 """torch's error for the use of a tensor whose memory was freed."""
+_EXPLAINED = {
+    "'Sparse": "a gradient is sparse, which FSDP2 cannot sum; build embeddings with sparse=False",
+    "got mixed torch.Tensor and DTensor": "weights were used outside the forward of their module, where they are "
+    "DTensors; give initialize a criterion that holds them, or use data='zero1'",
+    FREED: "backward needs weights that FSDP2 has already freed. If a module returns tensors inside an object, return "
+    "tuples, lists or dicts (dataclasses since torch 2.13). If the loss contains gradients, use data='zero1'",
+}
 _METHOD = "_halfmesh_called"
 """The attribute of the model under which FSDP2 finds the method that is called."""
 
@@ -90,13 +97,15 @@ class FSDP(DataStrategy):
         self._meshes = {axes: make_mesh(inputs.context, axes, data.hybrid) for axes in all_axes}
         units = find_units(model, inputs.blocks, inputs.fewer_axes.keys(), inputs.not_called)
         replicated: set[Any] = {*inputs.kept, *inputs.outside, *unowned_params(model, units)}
-        replicated |= {shard.param for shard in inputs.shards if not _can_be_sharded(shard.param)}
-        self._dtypes = {shard.param: shard.param.dtype for shard in inputs.shards if shard.param not in replicated}
+        params = [shard.param for shard in inputs.shards]
+        replicated |= {p for p in params if not (p.dim() and p.numel() and p.is_contiguous())}
+        self._dtypes = {param: param.dtype for param in params if param not in replicated}
         param_dtype = inputs.param_dtype or _dtype(data.param_dtype)
         if param_dtype is not None:
             for param in self._dtypes:  # the shards are the masters, whatever dtype the model had
                 param.data = param.data.float()
-        given = {slot: param for slot, param in _slots(model) if param not in replicated}
+        own = {module: module.named_parameters(recurse=False, remove_duplicate=False) for module in model.modules()}
+        given = {(m, name): param for m, params in own.items() for name, param in params if param not in replicated}
         self._writes = WriteWatch()
         if (buffer_dtype := _dtype(data.buffer_dtype)) is not None:
             for buffer in model.buffers():
@@ -130,25 +139,20 @@ class FSDP(DataStrategy):
         data, computes_in = config.parallel.data, config.precision_dtype or "float32"
         for key in ("output_dtype", "prefetch") if config.parallel.pipeline.size > 1 else ():
             if getattr(data, key) != type(data).model_fields[key].default:
-                message = "FSDP2 does not support this under a pipeline; remove it"
-                yield f"parallel.data.{key}", message
+                yield f"parallel.data.{key}", "FSDP2 does not support this under a pipeline; remove it"
         for key in ["param_dtype"] if param_dtype is None else ["param_dtype", "buffer_dtype"]:
             if (given := getattr(data, key)) not in (None, computes_in):
-                message = f"is not the dtype that the mode computes in ({computes_in}); remove it: the mode decides"
-                yield f"parallel.data.{key}", f"{given!r} {message}"
+                yield f"parallel.data.{key}", f"{given!r} is not {computes_in}, in which the mode computes; remove it"
         if data.separate_reduce_group and data.hybrid is not None:
             yield "parallel.data.separate_reduce_group", "hybrid makes its own groups; remove one of the two keys"
         if config.activation_offload and not config.activation_checkpoint.enabled:
-            message = "would also offload the gathered weights; add activation_checkpoint, or use data='zero1'"
-            yield "activation_offload", message
+            yield "activation_offload", "would also offload gathered weights; add activation_checkpoint, or use 'zero1'"
 
     @staticmethod
     def find_size_problems(options: Any, data_ranks: int) -> Iterator[tuple[str, str]]:
         if options.hybrid is not None and data_ranks % options.hybrid:
-            yield (
-                "parallel.data.hybrid",
-                f"{options.hybrid} does not divide the {counted(data_ranks, 'data rank')}; use a divisor",
-            )
+            ranks = counted(data_ranks, "data rank")
+            yield "parallel.data.hybrid", f"{options.hybrid} does not divide the {ranks}; use a divisor"
 
     @staticmethod
     def ranks_of_copy(options: Any, data_ranks: int) -> int:
@@ -161,11 +165,8 @@ class FSDP(DataStrategy):
     @staticmethod
     def find_advice(config: Any, param_dtype: torch.dtype | None) -> Iterator[tuple[str, str]]:
         if param_dtype is None and config.parallel.data.param_dtype in (None, "float32") and not config.fp8:
-            yield (
-                "parallel.data.param_dtype",
-                "weights are gathered in float32; bf16 = dict(mode='naive') gathers, sends and holds half as much, "
-                "with the shards as fp32 masters; mode='torch' with param_dtype='bfloat16' also gathers in bf16",
-            )
+            words = "weights are gathered in float32; mode='naive', or param_dtype='bfloat16', gathers half as much"
+            yield "parallel.data.param_dtype", words
 
     # -- sharding ----------------------------------------------------------------------------------------------
 
@@ -180,9 +181,9 @@ class FSDP(DataStrategy):
             reduce_dtype=torch.float64 if torch.float64 in self._dtypes.values() else inputs.reduce.dtype,
             cast_forward_inputs=inputs.param_dtype is None,  # else the engine casts the model's inputs
         )
-        reduces, ranks = None, range(inputs.mean_over)
+        reduces = None
         if data.separate_reduce_group and inputs.mean_over > 1:  # the ranks of the gathers' group, once more
-            reduces = ReduceScatter(inputs.context.subgroup(ranks, *inputs.axes))
+            reduces = ReduceScatter(inputs.context.subgroup(range(inputs.mean_over), *inputs.axes))
         on_cuda = inputs.context.device.type == "cuda"
         offload = fsdp2.CPUOffloadPolicy(pin_memory=on_cuda) if data.cpu_offload else fsdp2.OffloadPolicy()
         # None: of the root, which contains all others. Backward begins with it, so it stays gathered from forward on.
@@ -218,18 +219,15 @@ class FSDP(DataStrategy):
     def _cast_gathers(self) -> list[CastGather]:
         """Make FSDP2 gather cast weights, if all ranks have equally many rows and the shards are on the device."""
         casts = {} if self.inputs.options.cpu_offload else self.inputs.casts
-        given = {weight: casts[shard.model_param] for shard, weight in self.sharded if shard.model_param in casts}
-        fits = {weight: cast for weight, cast in given.items() if len(weight) % weight.device_mesh.size(-1) == 0}
-        by_mesh: dict[Any, list[Any]] = {}
-        for weight in fits:
-            by_mesh.setdefault(weight.device_mesh, []).append(weight)
-        made = [CastGather(some, [fits[weight] for weight in some]) for some in by_mesh.values()]
+        by_mesh: dict[Any, dict[Any, Any]] = {}
+        for shard, weight in self.sharded:
+            if shard.model_param in casts and len(weight) % weight.device_mesh.size(-1) == 0:
+                by_mesh.setdefault(weight.device_mesh, {})[weight] = casts[shard.model_param]
         if self.inputs.not_called is None:  # else there is no root: see `follow` and `keep_gathered`
-            for gather in made:
-                self.units[-1].register_forward_pre_hook(gather.attach, prepend=True)
-        return made
+            self.units[-1].register_forward_pre_hook(self._renew_scales, prepend=True)
+        return [CastGather(list(some), list(some.values())) for some in by_mesh.values()]
 
-    def _renew_scales(self) -> None:
+    def _renew_scales(self, *_: Any) -> None:
         """A forward begins, before which weights may have been written."""
         for gather in self._casts:
             gather.attach()
@@ -292,19 +290,15 @@ class FSDP(DataStrategy):
         return call
 
     def placement(self, shard: ParamShard, source: Placement) -> Placement:
-        assert shard.source is not None
-        start = first_row(shard.source.param)
+        start = first_row(shard.source and shard.source.param)
         return source.rows(start, start + len(shard.param))
 
     @property
     def text(self) -> str:
-        data, where = self.inputs.options, " in host memory" if self.inputs.options.cpu_offload else ""
+        where = " in host memory" if self.inputs.options.cpu_offload else ""
         count = sum(gather.count for gather in self._casts)
-        cast = f", {count} weights gathered in float8" if count else ""
-        ranks = data.hybrid or self.inputs.mean_over
-        none = f"nothing to shard with 1 data rank{where and ', weights' + where}"
-        kept = f"weights sharded{where} over {ranks} data ranks" if ranks > 1 else none
-        return f", {kept} (fsdp){cast}"
+        ranks = counted(self.inputs.options.hybrid or self.inputs.mean_over, "data rank")
+        return f", weights sharded{where} over {ranks} (fsdp)" + f", {count} weights gathered in float8" * bool(count)
 
     def follow(self) -> None:
         """Copy shards whose memory was replaced back to their former memory. Raise InputError if that of a parameter of
@@ -314,10 +308,7 @@ class FSDP(DataStrategy):
         """
         pairs = zip(self.sharded, self._storages, strict=True)
         if lost := [shard.name for (shard, weight), held in pairs if weight.untyped_storage() is not held]:
-            raise InputError(
-                f"{shorten(lost)} got new memory (param.data = ..., or model.to(dtype)), but FSDP2 keeps the old; "
-                "write in place under torch.no_grad(), as in param.copy_(...), or do it before initialize"
-            )
+            raise InputError(f"{shorten(lost)} got new memory, which FSDP2 does not use; write in place (param.copy_)")
         for shard, weight in self.sharded:
             if shard.param.untyped_storage() is not weight._local_tensor.untyped_storage():
                 value, shard.param.data = shard.param.data, weight.detach().to_local()
@@ -329,19 +320,7 @@ class FSDP(DataStrategy):
         return self._writes.take(watch)
 
     def explain(self, error: RuntimeError) -> None:
-        words = {
-            "'Sparse": "a gradient is sparse, which FSDP2 cannot sum; build embeddings with sparse=False",
-            "got mixed torch.Tensor and DTensor": (
-                "weights were used outside the forward of their module (in the criterion?), where they are DTensors. "
-                "Give initialize a criterion that holds them, or use data='zero1'"
-            ),
-            FREED: (
-                "backward needs weights that FSDP2 has already freed. Either a module returns tensors inside an "
-                "object that FSDP2 does not search: return tensors, tuples, lists or dicts (dataclasses since torch "
-                "2.13). Or the loss contains gradients (torch.autograd.grad with create_graph=True): use data='zero1'"
-            ),
-        }
-        for theirs, ours in words.items():
+        for theirs, ours in _EXPLAINED.items():
             if theirs in str(error):
                 raise InputError(ours) from error
 
@@ -366,17 +345,6 @@ class FSDP(DataStrategy):
 
 def _dtype(name: str | None) -> torch.dtype | None:
     return None if name is None else getattr(torch, name)
-
-
-def _can_be_sharded(param: torch.Tensor) -> bool:
-    """Return True if FSDP2 can shard it."""
-    return param.dim() > 0 and param.numel() > 0 and param.is_contiguous()
-
-
-def _slots(model: nn.Module) -> Iterator[tuple[Slot, nn.Parameter]]:
-    for module in model.modules():
-        for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
-            yield (module, name), param
 
 
 def _free_sharded(unit: nn.Module, given: Mapping[Slot, nn.Parameter]) -> None:

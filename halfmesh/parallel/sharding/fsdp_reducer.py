@@ -59,10 +59,7 @@ class FSDPReducer(Reducer):
 
     def open(self, last: bool) -> None:
         if self._is_broken:
-            raise InputError(
-                "the gradients of an update were dropped before its end (an error in backward?), but under "
-                "data='fsdp' some ranks may have summed them already; end the run"
-            )
+            raise InputError("gradients were dropped before the update; some ranks may have summed them; end the run")
         self._reject_lost_changes()
         self._set_gradient_sync(last)
         super().open(last)
@@ -87,15 +84,9 @@ class FSDPReducer(Reducer):
     def _reject_lost_changes(self) -> None:
         """Raise InputError for changes of the original parameters, which FSDP2 has replaced and does not notice."""
         if hooked := self._hooked + [shard.name for shard, weight in self._sharded if has_grad_hooks(weight)]:
-            raise InputError(
-                f"hooks were registered on the gradient of {shorten(hooked)}, which FSDP2 never calls; remove them, or "
-                "use data='zero1'"
-            )
+            raise InputError(f"FSDP2 never calls the hooks on the gradient of {shorten(hooked)}; use data='zero1'")
         if frozen := [shard.name for shard, trained in self._given if shard.model_param.requires_grad != trained]:
-            raise InputError(
-                f"requires_grad of {shorten(frozen)} was changed on the model's original parameters, but data='fsdp' "
-                "replaced them; change it on those of engine.model, as in engine.model.requires_grad_()"
-            )
+            raise InputError(f"requires_grad of {shorten(frozen)} was changed; under fsdp change that of engine.model")
 
     def _set_gradient_sync(self, last: bool, params: Collection[nn.Parameter] | None = None) -> None:
         """Begin a backward; FSDP2 sums gradients over the ranks if it is the `last` before the update.
@@ -148,6 +139,6 @@ class FSDPReducer(Reducer):
             self._is_broken = True
             raise InputError(
                 f"FSDP2 has not summed the gradients of {shorten(lost)}. If engine.step(last=True) ended the cycle, "
-                "loop over engine.dataloader, which knows its end. If only some ranks used them, that needs torch "
-                "2.13. If a module returns tensors inside an object that FSDP2 does not search, return tuples or dicts"
+                "loop over engine.dataloader. If only some ranks used them, that needs torch 2.13. If a module returns "
+                "tensors inside an object, return tuples or dicts"
             )

@@ -7,10 +7,10 @@ as the all-reduce of replicated data parallelism. Rajbhandari et al., "ZeRO" (20
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from torch import nn
 
 from ...errors import InputError, shorten
 from ...options import Options
-from ...utils.optimizer_state import parts_of, reject_other_state, repoint, steps_whole
+from ...utils.optimizer_state import reject_other_state, repoint
 from ...utils.param_shard import ParamShard, set_grad
 from ...utils.tensors import in_memory_order, is_dense
 from ...utils.torch_private import all_gather, foreach_copy_, foreach_zero_, reduce_scatter, storages
@@ -27,9 +27,6 @@ from ..comm import gather_objects
 from ..data_strategy import SCATTERED, DataStrategy, StrategyInputs, WithheldGradient
 from ..reducer import Buffers, Reducer
 from ..shard_spec import Placement
-
-if TYPE_CHECKING:
-    from .late_params import Arrivals
 
 CHUNK = 128
 """A rank's chunk of a bucket is a multiple of this many elements (256 bytes in half precision, as in Megatron-LM), or
@@ -71,27 +68,23 @@ class Zero1(DataStrategy):
             if not is_dense(shard.param):  # a view of a larger tensor: they are split in memory order
                 shard.param.data = shard.param.data.contiguous()
 
-        parts = [part for part in parts_of(optimizer) if steps_whole(part)]
-        wholes = {param for part in parts for group in part.param_groups for param in group["params"]} - {*inputs.tied}
-
         def kind(param: nn.Parameter) -> Any:
             """Of one dtype also after a cast; frozen ones need not be sent; other stages also shard `tied` ones."""
-            return id(param) if param in inputs.tied else (param.dtype, param.requires_grad, param in wholes)
+            return id(param) if param in inputs.tied else (param.dtype, param.requires_grad)
 
-        def room_for(param: nn.Parameter) -> int:
-            """So that each rank can get one of the largest whole parameters, within limits."""
-            ranks, itemsize = inputs.group_of(param).size(), inputs.reduce.dtype.itemsize
-            return min(ranks * largest * itemsize, inputs.reduce.INFLIGHT_BYTES) if param in wholes else 0
-
-        largest = max((param.numel() for param in wholes), default=0)
-        make = partial(SliceBucket, wholes=wholes, load=Counter())
-        self.buckets = make_buckets(mine, inputs.reduce, inputs.group_of, make, kind, room_for)
+        self.buckets = make_buckets(mine, inputs.reduce, inputs.group_of, SliceBucket, kind)
         shard_of = {part.source: part for bucket in self.buckets for part in bucket.slices}
         self.shards = [shard_of.get(shard, shard) for shard in inputs.shards]
         self._pairs = [(shard, shard_of[shard], shard.param.stride()) for shard in mine]
         self._memory: list[torch.UntypedStorage] = []  # of the model's parameters, at the last `follow`
         own = {part.model_param: part for part in shard_of.values()}
-        repoint(optimizer, {p: part.param for p, part in own.items()}, lambda p, value: _cut(value, p, own[p]))
+
+        def cut(param: nn.Parameter, value: torch.Tensor) -> torch.Tensor:
+            """This rank's shard of a value of `param`'s optimizer state."""
+            strided = torch.empty_like(param, dtype=value.dtype, device=value.device).copy_(value)
+            return own[param].part_of(strided).clone()
+
+        repoint(optimizer, {param: part.param for param, part in own.items()}, cut)
         optimizer.register_load_state_dict_post_hook(reject_other_state)
         # In the order in which they are complete when an update steps the model's parameters in order.
         position = {shard: number for number, shard in enumerate(mine)}
@@ -100,7 +93,7 @@ class Zero1(DataStrategy):
         self._stepped: set[ParamShard] = set()
         self._inflight: deque[tuple[Any, SliceBucket, torch.Tensor]] = deque()
         self._updates = 0
-        self._arrivals: Arrivals | None = None
+        self._arrivals: Any = None
         if inputs.options.overlap_param_gather:
             from .late_params import Arrivals  # it imports torch.compile's machinery
 
@@ -110,18 +103,14 @@ class Zero1(DataStrategy):
     def find_key_problems(config: Any, param_dtype: torch.dtype | None) -> Iterator[tuple[str, str]]:
         is_whole = config.compile.enabled and config.compile.scope == "model"
         if config.parallel.data.overlap_param_gather and is_whole:
-            yield (
-                "parallel.data.overlap_param_gather",
-                "a model that is compiled as a whole needs all weights at once, so gathering cannot overlap with its "
-                "forward; use compile.scope='blocks', or remove this key",
-            )
+            words = "a model that is compiled as a whole needs all weights at once; use compile.scope='blocks'"
+            yield "parallel.data.overlap_param_gather", words
 
     def make_reducer(self, shards: Sequence[ParamShard], buffers: Buffers, withholds: bool) -> Zero1Reducer:
         return Zero1Reducer(self, shards, buffers)
 
     def placement(self, shard: ParamShard, source: Placement) -> Placement:
-        assert shard.source is not None
-        full = shard.source.param
+        full = shard.model_param
         return source.run(full.shape, full.stride(), shard.start, shard.start + shard.param.numel())
 
     @property
@@ -145,9 +134,8 @@ class Zero1(DataStrategy):
             if shard.param.stride() != strides:
                 self._memory = before
                 raise InputError(
-                    f"the memory format of {shard.name!r} was changed after initialize (channels_last?), but under "
-                    "data='zero1' masters and optimizer state keep the old order of elements; change it before "
-                    "initialize"
+                    f"the memory format of {shard.name!r} was changed after initialize (channels_last?), but masters "
+                    "and optimizer state keep the old order of elements; change it before initialize"
                 )
             value = part.param.data if part.param.untyped_storage() is not old else None
             part.rebind_view()
@@ -159,8 +147,7 @@ class Zero1(DataStrategy):
             self.inputs.context.agree_on_call("engine(...) after writes into engine.master_params()")
         return sorted({name for theirs in gather_objects(names, self.inputs.group) for name in theirs})
 
-    def begin(self) -> None:
-        """Do nothing: only an update reads the shards. (`halfmesh.utils.param_shard.Publisher`.)"""
+    def begin(self) -> None: ...  # only an update reads the shards
 
     def stepped(self, shards: Sequence[ParamShard]) -> None:
         """Gather each bucket that is complete with the new weights of `shards`."""
@@ -177,7 +164,6 @@ class Zero1(DataStrategy):
         while self._inflight:
             work, bucket, flat = self._inflight[0]
             if self._overlaps(bucket):
-                assert self._arrivals is not None
                 if self._updates < HIDDEN:
                     bucket.hide()
                 self._arrivals.expect(bucket.params, partial(bucket.receive, work, flat))
@@ -193,13 +179,12 @@ class Zero1(DataStrategy):
         if self._stepped.isdisjoint(bucket.slices) or bucket.group.size() == 1:
             return
         # Those that overlap the next forward all start before it, so that ranks start all collectives in one order.
-        while self._inflight and not self._overlaps(bucket) and not self._has_room(bucket):
+        while self._inflight and not self._overlaps(bucket):
+            if self.inputs.reduce.has_room([sent for _, sent, _ in self._inflight], bucket):
+                break
             self._wait_oldest()
         work, flat = bucket.gather([part.param for part in bucket.slices])
         self._inflight.append((work, bucket, flat))
-
-    def _has_room(self, bucket: SliceBucket) -> bool:
-        return self.inputs.reduce.has_room([sent for _, sent, _ in self._inflight], bucket)
 
     def _overlaps(self, bucket: SliceBucket) -> bool:
         """Return True if its weights may be on their way after the update. (A replay of a CUDA graph runs no code of
@@ -217,9 +202,8 @@ class Zero1(DataStrategy):
         if self._arrivals is not None and self._arrivals.is_late(param):
             name = next(shard.name for shard in shards if shard.param is param)
             raise InputError(
-                f"{name!r} has a gradient, but nothing waited for its new weights, which "
-                "parallel.data.overlap_param_gather sends during the forward: your CUDA graph or C++ extension used "
-                "the old ones. Call engine.train() before it, which waits for all weights, or remove that key"
+                f"{name!r} has a gradient, but nothing waited for its new weights: your CUDA graph or C++ extension "
+                "used the old ones. Call engine.train() before it, or remove parallel.data.overlap_param_gather"
             )
 
     def _wait_oldest(self) -> None:
@@ -228,48 +212,24 @@ class Zero1(DataStrategy):
         foreach_copy_(bucket.params, bucket.views(flat))
 
 
-def _cut(value: torch.Tensor, param: nn.Parameter, part: ParamShard) -> torch.Tensor:
-    """This rank's shard of a value of `param`'s optimizer state."""
-    strided = torch.empty_like(param, dtype=value.dtype, device=value.device).copy_(value)
-    return part.part_of(strided).clone()
-
-
 class SliceBucket(Bucket):
     """Parameters whose elements, in memory order, are split into one chunk per rank of their group.
 
     A rank steps all of some parameters, a slice of at most two, and nothing of the others. It holds a slice of each,
     often an empty one, so that the optimizer's groups are equal on all ranks.
 
-    Args:
-        wholes: parameters that optimizers step as a whole: a bucket of these has no others, and splits none, if chunks
-            can be filled so that at most half of the bytes are padding. (`WholeSteps` puts the slices of others
-            together.)
-        load: elements of whole parameters that each rank has already.
+    (`WholeSteps` puts slices together for optimizers that step parameters as a whole.)
 
     Attributes:
         slices: the slices of `shards` that this rank steps, in the same order.
         chunk: elements of a chunk.
     """
 
-    def __init__(
-        self,
-        shards: list[ParamShard],
-        dtype: torch.dtype,
-        group: dist.ProcessGroup,
-        wholes: Collection[nn.Parameter] = (),
-        load: Counter[int] | None = None,
-    ) -> None:
+    def __init__(self, shards: list[ParamShard], dtype: torch.dtype, group: dist.ProcessGroup) -> None:
+        super().__init__(shards, dtype, group)
         size = group.size()
-        by_rank = _share_out(shards, size, load) if load is not None and shards[0].param in wholes else []
-        super().__init__([shard for some in by_rank for shard in some] or shards, dtype, group)
-        least = max(map(_padded, by_rank), default=-(-self.numel // size))
+        least = -(-self.numel // size)
         self.chunk = round_up(least, min(CHUNK, 1 << max((least // 16).bit_length() - 1, 0)))
-        if by_rank:
-            self.offsets = [
-                rank * self.chunk + _padded(some[:place])
-                for rank, some in enumerate(by_rank)
-                for place in range(len(some))
-            ]
         self.numel = self.chunk * size
         self.slices: list[ParamShard] = []
         self._cuts, end = list[int](), 0  # sizes in this rank's chunk: of a gap, of the first slice, of a gap, ...
@@ -289,13 +249,13 @@ class SliceBucket(Bucket):
     def pack(self) -> torch.Tensor:
         return self._take_grads(self.numel)[0]
 
-    def start(self, flat: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> Any:
+    def start(self, flat: torch.Tensor) -> Any:
         """Start a reduce-scatter to the ranks that step them."""
         if self.group.size() == 1:
             self.sent = flat
             return NothingSent()
         self.sent = torch.empty(self.chunk, dtype=self.dtype, device=flat.device)
-        return reduce_scatter(self.sent, flat, op=op, group=self.group, async_op=True)
+        return reduce_scatter(self.sent, flat, group=self.group, async_op=True)
 
     def assign_grads(self, received: torch.Tensor, unused: Collection[int]) -> None:
         """Add the reduced chunk to the gradients of `slices`; `unused`: shards without a gradient on any rank."""
@@ -307,15 +267,9 @@ class SliceBucket(Bucket):
             torch._foreach_add_([grad for grad, _ in held], [view for _, view in held])
 
     @cached_property
-    def _withheld(self) -> list[WithheldGradient]:
+    def withheld(self) -> list[WithheldGradient]:
         """Placeholders for the gradients of the model's parameters."""
         return [WithheldGradient.of(shard.param, shard.name, SCATTERED) for shard in self.shards]
-
-    def withhold(self) -> None:
-        """Put placeholders in `param.grad` of the model's parameters, whose gradients are now in `slices`."""
-        for shard, part, grad in zip(self.shards, self.slices, self._withheld, strict=True):
-            if part.param.grad is not None:
-                set_grad(shard.param, grad)
 
     def split(self, chunk: torch.Tensor) -> list[torch.Tensor]:
         """This rank's chunk, split into `slices`."""
@@ -353,27 +307,6 @@ class SliceBucket(Bucket):
                 yield from (memory[: part.start], memory[stop:])
 
 
-def _numel(shards: Sequence[ParamShard]) -> int:
-    return sum(shard.param.numel() for shard in shards)
-
-
-def _padded(shards: Sequence[ParamShard]) -> int:
-    return sum(round_up(shard.param.numel()) for shard in shards)
-
-
-def _share_out(shards: Sequence[ParamShard], ranks: int, load: Counter[int]) -> list[list[ParamShard]]:
-    """The shards that each rank steps as a whole: the largest first, each to the rank with the fewest elements. None if
-    more than half of what is sent would be padding."""
-    given: list[list[ParamShard]] = [[] for _ in range(ranks)]
-    for shard in sorted(shards, key=lambda shard: -shard.param.numel()):
-        min(enumerate(given), key=lambda pair: (_numel(pair[1]), load[pair[0]]))[1].append(shard)
-    sizes = list(map(_numel, given))
-    if max(sizes) * ranks > 2 * sum(sizes):
-        return []
-    load.update(dict(enumerate(sizes)))
-    return given
-
-
 class Zero1Reducer(Reducer):
     """Reduce-scatters gradients to the ranks that step them, once per optimizer step.
 
@@ -394,10 +327,7 @@ class Zero1Reducer(Reducer):
         for shard in shards:
             shard.param.requires_grad_(shard.model_param.requires_grad)
         if new := [shard.name for shard in shards if shard.source is None]:
-            raise InputError(
-                f"{shorten(new)} joined the optimizer after initialize, which had already split its parameters "
-                "for data='zero1'; add them before (you can unfreeze frozen ones later), or use data='replicate'"
-            )
+            raise InputError(f"{shorten(new)} joined the optimizer after initialize; add them before, or use replicate")
         super().set_params([shard.source for shard in shards if shard.source is not None])
 
     def open(self, last: bool) -> None:
@@ -426,12 +356,11 @@ class Zero1Reducer(Reducer):
         for work in (*(work for work, _ in self._inflight), *works):
             work.wait()
         self._inflight.clear()
-        absent = [(bucket, count) for bucket, count in counts if bucket.absent]
-        wanted = [*asked, *(count for _, count in absent)]
-        found = read_together(wanted) if wanted else []
-        ranks = dict(zip((bucket for bucket, _ in absent), found[len(asked) :], strict=True))
+        absent = {bucket: count for bucket, count in counts if bucket.absent}
+        ranks = dict(zip(absent, read_together([*absent.values()]), strict=True))
         for bucket, _ in counts:
-            assert bucket.sent is not None
             bucket.assign_grads(bucket.sent, [index for index in bucket.absent if ranks[bucket][index] == 0])
-            bucket.withhold()
-        return found[: len(asked)]
+            for part, grad in zip(bucket.slices, bucket.withheld, strict=True):
+                if part.param.grad is not None:
+                    set_grad(part.model_param, grad)
+        return []

@@ -1,8 +1,7 @@
-"""A model is cut: each rank keeps its stages, and close gives everything back."""
+"""A model is cut: each rank keeps its stages, and integers arrive as they were sent."""
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -11,32 +10,11 @@ from torch import nn, optim
 from torch.utils._pytree import tree_map
 
 import halfmesh
-from tests.support.pipeline_parts import pipe
+from tests.support.models import CLASSES, FEATURES, make_data
+from tests.support.pipeline_parts import make, pipe, step
 from tests.support.ranks import here, rank_device, run_ranks
-from tests.support.versions import SPLIT_SCHEDULES
-from tests.support.whole import close_whole
 
 pytestmark = [pytest.mark.distributed, pytest.mark.sends]
-
-
-def make_model() -> nn.Sequential:
-    """The weights of the first and the last layer are tied."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
-    model[4].weight = model[0].weight
-    model[2].bias.requires_grad_(False)
-    return model
-
-
-def make_optimizer(model: nn.Module) -> optim.Optimizer:
-    """Groups across the stages, the second one with nothing of the first rank."""
-    params = dict(model.named_parameters())
-    last = [p for name, p in params.items() if name.startswith("3")]
-    weights, biases = (
-        [p for name, p in params.items() if name.endswith(kind) and not name.startswith("3")]
-        for kind in ("weight", "bias")
-    )
-    return optim.Adam([{"params": weights[::-1], "lr": 0.01}, {"params": last, "lr": 0.02}, {"params": biases}])
 
 
 def initialize(model: nn.Module, optimizer: Any, **options: Any) -> halfmesh.Engine:
@@ -56,8 +34,16 @@ def state_of(model: nn.Module, optimizer: optim.Optimizer) -> dict[str, dict[str
 
 
 def cut(rank: int, world_size: int) -> None:
-    model = here(make_model())
-    optimizer = make_optimizer(model)
+    """The weights of the first and the last layer are tied; the second group has nothing of the first rank."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    model[4].weight = model[0].weight
+    model[2].bias.requires_grad_(False)
+    model = here(model)
+    last = list(model[3].parameters())
+    optimizer = optim.Adam(
+        [{"params": list(model[:3].parameters())[::-1]}, {"params": last}, {"params": model[4].bias}]
+    )
     model(here(torch.randn(8, 4))).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -86,61 +72,48 @@ def test_ranks_hold_their_stages():
     run_ranks(cut, 2)
 
 
-# -- which rank holds what -------------------------------------------------------------------------------------------
+# -- integers that stages send -----------------------------------------------------------------------------------------
+
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
+NAN32, NAN64 = 0x7F800001, 0x7FF0000000000001  # as floats signalling NaNs, which arithmetic would change
 
 
-class Odd(nn.Module):
-    """Modules that keep their parameters in other places, too; things that no stage uses; one module at two places."""
+def extremes(dtype: torch.dtype) -> torch.Tensor:
+    if dtype == torch.bool:
+        return torch.tensor([True, False])
+    limits = torch.iinfo(dtype)
+    nan = {4: NAN32, 8: NAN64}.get(dtype.itemsize, 0)
+    return torch.tensor([limits.min, limits.max, 0, 1, nan, -nan], dtype=dtype)
+
+
+class Tables(nn.Linear):
+    """Integers of every dtype beside the activations."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.gru = nn.GRU(4, 4, batch_first=True)
-        self.middle = nn.Linear(4, 4)
-        self.again = self.middle
-        self.last1 = nn.Linear(4, 4, bias=False)  # no part of `last`
-        self.last = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
-        self.idle = nn.Linear(2, 2)
-        self.register_buffer("hidden", torch.ones(3), persistent=False)
-        self.scalar = nn.Parameter(torch.tensor(2.0))
-        self.strided = nn.Parameter(torch.randn(4, 3).t())
+        super().__init__(FEATURES, FEATURES)
+        for number, dtype in enumerate(INTEGERS):
+            self.register_buffer(f"table{number}", extremes(dtype))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.last1(self.again(self.gru(x[:, None])[0][:, 0]) * self.scalar)
-        return self.last(x) + self.strided.sum()
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        return {"x": super().forward(x), "tables": [table.expand(len(x), -1) for _, table in self.named_buffers()]}
 
 
-def row() -> nn.Module:
-    return nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(4)))
+class Last(nn.Linear):
+    def forward(self, tree: dict[str, Any]) -> dict[str, Any]:
+        return tree | {"x": super().forward(tree["x"])}
 
 
-GRU = ["gru.bias_hh_l0", "gru.bias_ih_l0", "gru.weight_hh_l0", "gru.weight_ih_l0"]
-FIRST = ["hidden", "idle.bias", "idle.weight", "last1.weight", "middle.bias", "middle.weight", "scalar"]
-WEIGHTS = ["last.bias", "last.parametrizations.weight.original0", "last.parametrizations.weight.original1"]
-LOOPED = [["0.weight", "2.weight"], ["1.weight", "3.weight"]]
-IN_A_V = [["0.weight", "3.weight"], ["1.weight", "2.weight"]]
-HELD: list[tuple[Any, dict[str, Any], list[list[str]]]] = [
-    (Odd, {"partition": ("last",)}, [[*GRU, *FIRST], [*WEIGHTS, "strided"]]),
-    (row, {"schedule": "interleaved", "chunks": 2}, LOOPED),
-    (row, {"schedule": "zero_bubble", "chunks": 2}, LOOPED),
-    (row, {"schedule": "zbv", "chunks": 2, "microbatches": 4}, IN_A_V),
-    (row, {"schedule": "dualpipev", "chunks": 2, "microbatches": 4}, IN_A_V),
-][: 5 if SPLIT_SCHEDULES else 2]
+def carries(rank: int, world_size: int) -> Any:
+    model = nn.Sequential(Tables(), Last(FEATURES, CLASSES))
+    config = pipe(keep_outputs=True, eval_outputs="all")
+    engine = make(config, model, criterion=lambda output, target: nn.functional.cross_entropy(output["x"], target))
+    trained = step(engine, *make_data(4))[0].value()
+    return trained, engine.eval()(here(make_data(3)[0]))
 
 
-def holds(rank: int, world_size: int) -> list[list[str]]:
-    found = []
-    for make, options, _ in HELD:
-        torch.manual_seed(0)
-        model = make()
-        expected = {name: value.clone() for name, value in model.state_dict().items()}
-        engine = initialize(model, partial(optim.SGD, lr=0.1), **options)
-        found.append(sorted(name for name, _ in (*model.named_parameters(), *model.named_buffers())))
-        weights = close_whole(engine)
-        assert weights.keys() == expected.keys()
-        assert all(torch.equal(weights[name], value) for name, value in expected.items())
-    return found
-
-
-def test_each_rank_holds_what_its_stages_use():
-    for rank, found in enumerate(run_ranks(holds, 2)):
-        assert found == [expected[rank] for _, _, expected in HELD]
+def test_integers_of_every_dtype_arrive():
+    for trained, evaluated in run_ranks(carries, 2):
+        for output, rows in ((trained, 4), (evaluated, 3)):
+            for dtype, found in zip(INTEGERS, output["tables"], strict=True):
+                assert found.dtype == dtype
+                assert torch.equal(found, extremes(dtype).expand(rows, -1)), dtype

@@ -1,16 +1,15 @@
-"""Pieces are dealt out to stages evenly; split points that are suggested can be used; how long ranks wait."""
+"""Pieces are dealt out to stages evenly; models of blocks; how long ranks wait."""
 
 from __future__ import annotations
 
 import random
-import re
 from itertools import combinations, pairwise
 
 import pytest
 import torch
 from torch import nn
 
-from halfmesh import BlockPartition, Call, InputError
+from halfmesh import BlockPartition, InputError
 from halfmesh.parallel.registries import SCHEDULES
 from tests.support.pipeline_parts import check_pieces, stages_of
 
@@ -38,48 +37,6 @@ def test_the_largest_stage_is_as_small_as_can_be():
         assert max(found) == best(costs, count), (costs, count)
 
 
-def test_names_of_stages():
-    assert stages_of(row(1, 1, 1, 1, 1, 1), 3)[0] == ["0 to 1", "2 to 3", "4 to 5"]
-    assert stages_of(row(0, 0, 0, 0, 0, 0), 2, chunks=3)[0] == list("012345")
-
-
-# -- suggestions -----------------------------------------------------------------------------------------------------
-
-
-class Blocks(nn.Module):
-    """A model that no partitioner knows."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.stem = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
-        self.body = nn.ModuleDict({"blocks": nn.ModuleList(nn.Linear(4, 4) for _ in range(count))})
-        self.head = nn.Linear(4, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.stem(x)
-        for block in self.body["blocks"]:
-            x = x + block(x)
-        return self.head(x)
-
-
-@pytest.mark.parametrize(("blocks", "count"), [(4, 2), (5, 4)])
-def test_suggested_points_can_be_used(blocks, count):
-    model = Blocks(blocks)
-    _, _, [problem] = stages_of(model, count, partition="timm_vit")
-    match = re.search(r"for example partition=\((.*)\); or register a partitioner$", problem)
-    assert match, problem
-    points = tuple(eval(f"({match[1]})"))  # the config that a user would write
-    names, _, problems = stages_of(model, count, partition=points)
-    assert (len(points), len(names), problems) == (count - 1, count, [])
-    check_pieces(model, [torch.randn(2, 4)], partition=points)
-
-
-def test_no_row_to_suggest_points_from():
-    _, _, [problem] = stages_of(Blocks(2), 4)
-    assert problem.endswith("for example partition=(...); or register a partitioner")
-
-
 # -- BlockPartition --------------------------------------------------------------------------------------------------
 
 
@@ -88,16 +45,12 @@ class Masked(nn.Module):
 
     def __init__(self, count: int = 3) -> None:
         super().__init__()
-        self.begin, self.scale, self.head, self.shared = nn.Linear(4, 4), nn.Linear(4, 4), None, 0
+        self.begin, self.scale, self.head = nn.Linear(4, 4), nn.Linear(4, 4), None
         self.position = nn.Parameter(torch.randn(4))
         self.body = nn.ModuleDict({"blocks": nn.ModuleList(nn.Linear(4, 4) for _ in range(count))})
 
-    def make_mask(self, x: torch.Tensor) -> torch.Tensor:
-        self.shared += 1
-        return self.scale(x)
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        mask, x = self.make_mask(x), self.begin(x) + self.position
+        mask, x = self.scale(x), self.begin(x) + self.position
         for block in self.body["blocks"]:
             x = x + block(x) * mask
         return x
@@ -109,14 +62,14 @@ MASKED = BlockPartition(
     begin=lambda model, x: model.begin(x) + model.position,
     end=lambda model, x: x,
     end_uses=("head",),
-    share=lambda model, x: model.make_mask(x),
+    share=lambda model, x: model.scale(x),
     shared_uses=("scale",),
     block=lambda block, x, mask: x + block(x) * mask,
     find_problem=lambda model: None if len(model.body["blocks"]) else "it has no blocks",
 )
 
 
-def test_what_blocks_share_is_made_once_in_each_stage():
+def test_blocks_use_what_they_share():
     model, x = Masked(), torch.randn(2, 4)
     pieces = check_pieces(model, [x], partition=MASKED)
     assert [set(piece.uses) for piece in pieces] == [
@@ -124,24 +77,18 @@ def test_what_blocks_share_is_made_once_in_each_stage():
         *({f"body.blocks.{index}", "scale"} for index in range(3)),
         set(),
     ]
-    carry, model.shared = None, 0
-    for stage in (pieces[:2], pieces[2:4], pieces[4:]):
-        here = Call((x,))
-        for piece in stage:
-            carry = piece.run(model, here, carry)
-    assert model.shared == 2
 
 
 def test_models_that_a_block_partition_does_not_take():
     derived = type("Derived", (Masked,), {"forward": lambda self, x: x})
-    assert MASKED.pieces_of(nn.Linear(2, 2)) is MASKED.pieces_of(derived()) is None
+    assert MASKED.pieces_of(derived()) is None
     with pytest.raises(InputError, match=r"the model \(Masked\): it has no blocks"):
         MASKED.pieces_of(Masked(count=0))
 
 
 @pytest.mark.parametrize(
     ("schedule", "size", "chunks", "microbatches", "waits"),
-    [("gpipe", 4, 1, 4, 3 / 7), ("1f1b", 2, 1, 8, 1 / 9), ("interleaved", 4, 2, 8, 3 / 19), ("gpipe", 1, 1, 3, 0)],
+    [("gpipe", 4, 1, 4, 3 / 7), ("1f1b", 2, 1, 8, 1 / 9), ("interleaved", 4, 2, 8, 3 / 19)],
 )
 def test_the_part_of_a_step_in_which_a_rank_waits(schedule, size, chunks, microbatches, waits):
     assert SCHEDULES.get(schedule).bubble(size, chunks, microbatches) == pytest.approx(waits)

@@ -103,22 +103,14 @@ def adamw(params):
     return torch.optim.AdamW(params, lr=1e-2, amsgrad=True)
 
 
-def make_engine(data, optimizer=adamw, warm=0, model=None, criterion=None, **config):
-    """`warm`: steps that the optimizer takes before it is given away."""
+def make_engine(data, optimizer=adamw, model=None, criterion=None, **config):
     model = Odd() if model is None else model
     groups = [{"params": [p for n, p in model.named_parameters() if "bias" in n], "weight_decay": 0.0}]
     groups.insert(0, {"params": [p for n, p in model.named_parameters() if "bias" not in n]})
-    made = optimizer(groups)
-    for step in range(warm):
-        made.zero_grad()
-        x, y = batch(0, 50 + step)
-        nn.functional.cross_entropy(here(model)(x), y).backward()
-        made.step()
-    made.zero_grad()
     data = data if isinstance(data, dict) else {"strategy": data, "bucket_mb": 0.0005}  # several buckets
     return halfmesh.initialize(
         model,
-        made,
+        optimizer(groups),
         criterion or nn.CrossEntropyLoss(),
         config={"parallel": {"data": data}, **config},
         device=rank_device(),

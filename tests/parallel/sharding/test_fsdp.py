@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,14 +12,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 import halfmesh
-from halfmesh.errors import IncompatibleConfigError, InputError
 from halfmesh.utils.torch_private import ALL_GATHER, REDUCE_SCATTER
 from halfmesh.verify.models import mixture
-from tests.parallel.sharding.runs import MODES, Blocks, Odd, make_engine, take_step
+from tests.parallel.sharding.runs import MODES, Blocks, make_engine, take_step
 from tests.support.models import make_data
 from tests.support.pipeline_parts import make, pipe, step
 from tests.support.ranks import rank_device, run_ranks
-from tests.support.whole import close_whole
 
 pytestmark = pytest.mark.distributed
 
@@ -58,60 +58,20 @@ def test_weights_and_state_are_one_part_of_it():
 
 
 def groups(rank, world_size):
-    """By axis the units, and over how many ranks each parameter is sharded; and the shape of a part of a hybrid."""
-    found = {}
-    for axis in ("expert", "context"):
-        torch.manual_seed(0)
-        config = {"parallel": {"data": "fsdp", axis: 2}}
-        engine = halfmesh.initialize(mixture()[0], torch.optim.SGD, config=config, device=rank_device())
-        sizes = {name: param.device_mesh.size() for name, param in engine.model.named_parameters()}
-        found[axis] = units_of(engine), sizes
-        engine.close()
+    """Over how many ranks each parameter is sharded; and the shape of a part of a hybrid."""
+    config = {"parallel": {"data": "fsdp", "expert": 2}}
+    engine = halfmesh.initialize(mixture()[0], torch.optim.SGD, config=config, device=rank_device())
+    sizes = {name: param.device_mesh.size() for name, param in engine.model.named_parameters()}
+    engine.close()
     engine = make_engine({"strategy": "fsdp", "hybrid": 2}, model=Blocks())
-    return found, local(engine.model.end.weight).shape
+    return sizes, local(engine.model.end.weight).shape
 
 
-def test_units_and_the_ranks_that_share_them():
-    """Experts are units of their own, over the ranks that hold the same ones; of a hybrid there are two copies."""
-    for found, part in run_ranks(groups, 4):
-        units, ranks = found["expert"]
-        layers = {name for name in units if name.endswith(".experts")}
-        assert layers
-        assert set(units) - layers == {"", *(name.removesuffix(".mlp.experts") for name in layers)}
+def test_ranks_that_share_units():
+    """Experts are sharded over the ranks that hold the same ones; of a hybrid there are two copies."""
+    for ranks, part in run_ranks(groups, 4):
         assert ranks == {name: 2 if ".experts." in name else 4 for name in ranks}
-        assert set(found["context"][1].values()) == {4}
         assert part == (2, 32)
-
-
-def unsharded(rank, world_size):
-    model = Odd()
-    make_engine("fsdp", model=model, **MODES["naive_bf16"])
-    return [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]
-
-
-def test_what_fsdp2_cannot_shard_stays_whole():
-    """Scalars, and what is not contiguous."""
-    assert run_ranks(unsharded, 2) == [["scale", "conv.weight"]] * 2
-
-
-def loads(rank, world_size):
-    """Whole tensors go into a sharded model; the shards of a model in half precision are its masters."""
-    engine = make_engine("fsdp", **MODES["naive_fp16"])
-    wanted = {n: torch.full_like(p, 1 / 3) for n, p in Odd().named_parameters()}
-    engine.model.load_state_dict(wanted, strict=False)
-    with pytest.raises(InputError, match="assign=True"):
-        engine.model.load_state_dict(engine.model.state_dict(), assign=True)
-    weights = close_whole(engine)
-    exact = all(torch.equal(weights[n], value) for n, value in wanted.items())
-
-    half = make_engine("fsdp", model=Blocks().half(), **MODES["naive_fp16"])
-    take_step(half, rank, 0)
-    inside = {str(p.dtype) for p in half.model.parameters()}
-    return exact, inside, {str(value.dtype) for value in close_whole(half).values()}
-
-
-def test_whole_weights_can_be_loaded():
-    assert run_ranks(loads, 2) == [(True, {"torch.float32"}, {"torch.float32"})] * 2
 
 
 def gathers_in_a_pipeline(rank, world_size):
@@ -123,19 +83,13 @@ def gathers_in_a_pipeline(rank, world_size):
         config["parallel"]["data"] = {"strategy": "fsdp", "reshard_after_forward": reshards}
         layers = nn.Linear(8, 16), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16), nn.Linear(16, 4)
         engine = make(config | {"gradient_accumulation": 2}, nn.Sequential(*layers))
-        found[reshards], calls = [], []
-        with pytest.MonkeyPatch.context() as patch:
-            inner = getattr(torch.distributed, ALL_GATHER)
-            patch.setattr(
-                torch.distributed,
-                ALL_GATHER,
-                lambda *args, calls=calls, inner=inner, **more: calls.append(1) or inner(*args, **more),
-            )
+        found[reshards] = []
+        with patch.object(dist, ALL_GATHER, wraps=getattr(dist, ALL_GATHER)) as gather:
             for _ in range(4):
-                calls.clear()
+                gather.reset_mock()
                 step(engine, *make_data(8))
                 is_freed = all(isinstance(param, DTensor) for param in engine.model.parameters())
-                found[reshards].append((len(calls), is_freed))
+                found[reshards].append((gather.call_count, is_freed))
         engine.close()
     return found
 
@@ -151,28 +105,19 @@ def test_in_a_pipeline_a_unit_is_gathered_once_for_a_batch():
 def sums_apart(rank, world_size):
     """The groups of the gathers and of the sums of an update."""
     engine = make_engine({"strategy": "fsdp", "separate_reduce_group": True})
-    groups = {ALL_GATHER: set(), REDUCE_SCATTER: set()}
-    with pytest.MonkeyPatch.context() as patch:
-        for name, seen in groups.items():
-            own = getattr(dist, name)
-
-            def call(*args, own=own, seen=seen, group=None, **options):
-                seen.add(group.group_name)
-                return own(*args, group=group, **options)
-
-            patch.setattr(dist, name, call)
+    found = []
+    with (
+        patch.object(dist, ALL_GATHER, wraps=getattr(dist, ALL_GATHER)) as gather,
+        patch.object(dist, REDUCE_SCATTER, wraps=getattr(dist, REDUCE_SCATTER)) as scatter,
+    ):
         take_step(engine, rank, 0)
+        for calls in (gather, scatter):
+            found.append({call.kwargs["group"].group_name for call in calls.mock_calls})
     engine.close()
-    return [*groups.values()]
+    return found
 
 
 def test_gradients_are_summed_in_a_group_of_their_own():
     for gathers, sums in run_ranks(sums_apart, 2):
         assert len(gathers) == len(sums) == 1
         assert gathers != sums
-
-
-def test_a_group_of_their_own_is_not_for_copies():
-    config = {"parallel": {"data": {"strategy": "fsdp", "hybrid": 2, "separate_reduce_group": True}}}
-    with pytest.raises(IncompatibleConfigError, match="separate_reduce_group: hybrid makes its own groups"):
-        halfmesh.initialize(Blocks(), torch.optim.SGD(Blocks().parameters(), 0.1), config=config)

@@ -11,11 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from halfmesh.errors import InputError
 from halfmesh.parallel.data_strategy import WithheldGradient
 from halfmesh.parallel.sharding.zero1 import SliceBucket
 from halfmesh.utils.param_shard import ParamShard
-from tests.parallel.sharding.runs import MODES, Odd, all_equal, batch, make_engine, take_step
+from tests.parallel.sharding.runs import MODES, all_equal, batch, make_engine, take_step
 from tests.support.models import said
 from tests.support.ranks import here, run_ranks
 from tests.support.whole import close_whole
@@ -40,12 +39,10 @@ SIZES = (10, 3, 4096), (21,), (1,), (5000,), (7, 5), (4, 4, 3, 3), (0,), (300,)
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-@pytest.mark.parametrize("is_whole", [False, True])
-def test_slices_begin_at_multiples_of_16_bytes_and_hold_each_element_once(ranks, is_whole):
+def test_slices_begin_at_multiples_of_16_bytes_and_hold_each_element_once(ranks):
     torch.manual_seed(0)
     shards = [ParamShard(str(index), nn.Parameter(torch.randn(size))) for index, size in enumerate(SIZES)]
-    wholes = [shard.param for shard in shards] if is_whole else []
-    buckets = [SliceBucket(shards, torch.float32, Ranks(rank, ranks), wholes, Counter()) for rank in range(ranks)]
+    buckets = [SliceBucket(shards, torch.float32, Ranks(rank, ranks)) for rank in range(ranks)]
     for shard in shards:
         shard.param.grad = shard.param.detach().clone()
     torch.use_deterministic_algorithms(True)  # new memory is nan
@@ -55,7 +52,7 @@ def test_slices_begin_at_multiples_of_16_bytes_and_hold_each_element_once(ranks,
         torch.use_deterministic_algorithms(False)
     assert not flat.isnan().any(), "what is sent is checked for nan by TORCH_NCCL_NAN_CHECK"
     assert all(offset % 8 == 0 for offset in buckets[0].offsets)
-    assert is_whole or len(flat) <= 17 / 16 * sum(shard.param.numel() for shard in shards)
+    assert len(flat) <= 17 / 16 * sum(shard.param.numel() for shard in shards)
     held = Counter()
     for bucket, chunk in zip(buckets, flat.chunk(ranks), strict=True):
         assert bucket.chunk % 128 == 0
@@ -92,28 +89,9 @@ def test_state_and_masters_are_one_part_of_it():
 
 def edits(rank, world_size):
     """What others do to model and optimizer."""
-    engine = make_engine("zero1", **MODES["naive_fp16"])
-    take_step(engine, rank, 0)
-    weights = {n: torch.full_like(p, 1 / 3) for n, p in Odd().named_parameters()}
-    engine.model.load_state_dict(weights, strict=False)
-    assert all(torch.equal(m, torch.full_like(m, 1 / 3)) for m in engine.master_params())
-    with torch.no_grad():
-        engine.model.last.weight.fill_(0.25)
-    take_step(engine, rank, 1)
-    assert 0 < (engine.model.last.weight.float() - 0.25).abs().max() < 0.05
-    with pytest.raises(InputError, match="assign=True"):
-        engine.model.load_state_dict(engine.model.state_dict(), assign=True)
-    engine.close()
-
     engine = make_engine("zero1")
     model = engine.model
     take_step(engine, rank, 0)
-    for layer, trained in ((model.frozen, True), (model.first, False)):
-        layer.requires_grad_(trained)
-        before = layer.weight.detach().clone()
-        take_step(engine, rank, 1)
-        assert torch.equal(before, layer.weight) != trained
-    assert all_equal(model)
     model.first.weight.data = model.first.weight.data.clone()  # moved, in the same order
     take_step(engine, rank, 3)
     with torch.no_grad():
@@ -126,40 +104,27 @@ def edits(rank, world_size):
     weights = close_whole(engine)
     assert all(bool((weights[n] == 0.5).all()) for n, _ in model.named_parameters()), "its memory is followed"
 
-
-def test_what_others_change():
-    run_ranks(edits, 2)
+    engine = make_engine("zero1", optimizer=without_unused)
+    engine.optimizer.add_param_group({"params": [engine.model.unused.weight]})
+    assert "unused.weight joined the optimizer after initialize" in said(take_step, engine, rank, 0)
+    engine = make_engine("zero1")
+    engine.backward(engine.model.first(batch(rank, 0)[0]).sum())
+    engine.model(batch(rank, 1)[0]).sum().backward(inputs=list(engine.model.last.parameters()))
+    assert "a backward outside this engine" in said(engine.step)
 
 
 def without_unused(groups):
     return torch.optim.AdamW([param for group in groups for param in group["params"] if param.shape != (3, 5)])
 
 
-def added(rank, world_size):
-    """Parameters and gradients that come from elsewhere."""
-    engine = make_engine("zero1", optimizer=without_unused)
-    engine.optimizer.add_param_group({"params": [engine.model.unused.weight]})
-    with pytest.raises(InputError, match=r"unused.weight joined the optimizer after initialize"):
-        take_step(engine, rank, 0)
-    engine = make_engine("zero1")
-    engine.backward(engine.criterion(engine(batch(rank, 0)[0]), batch(rank, 0)[1]))
-    with pytest.raises(InputError, match="to add another loss, call engine"):
-        engine.model(batch(rank, 1)[0]).sum().backward()
-    engine.zero_grad()
-    engine.backward(engine.model.first(batch(rank, 0)[0]).sum())
-    engine.model(batch(rank, 1)[0]).sum().backward(inputs=list(engine.model.last.parameters()))
-    with pytest.raises(InputError, match="a backward outside this engine"):
-        engine.step()
-
-
-def test_what_others_add():
-    run_ranks(added, 2)
+def test_what_others_change_and_add():
+    run_ranks(edits, 2)
 
 
 def fails_in_a_hook(rank, world_size):
     """By mode, and who fails in a hook around the step: which weights moved; then the scale."""
     found = []
-    for mode, fails in (("fp32", (1,)), ("naive_fp16", (1,)), ("naive_fp16", (0, 1))):
+    for mode, fails in (("naive_fp16", (1,)), ("naive_fp16", (0, 1))):
         engine = make_engine("zero1", **MODES[mode])
         take_step(engine, rank, 0)
         before = {name: value.clone() for name, value in engine.model.state_dict().items()}
@@ -173,10 +138,10 @@ def fails_in_a_hook(rank, world_size):
             take_step(engine, rank, 1)
         handle.remove()
         moved = {n for n, value in engine.model.state_dict().items() if not torch.equal(value, before[n])}
-        assert all_equal(engine.model)
+        assert {"first.weight", "last.weight"} <= moved, "the update was taken"
         take_step(engine, rank, 2)
         assert all_equal(engine.model)
-        found.append((moved, engine.loss_scale))
+        found.append(engine.loss_scale)
         engine.close()
     return found
 
@@ -184,5 +149,3 @@ def fails_in_a_hook(rank, world_size):
 def test_a_hook_that_fails_leaves_equal_weights():
     first, second = run_ranks(fails_in_a_hook, 2)
     assert first == second
-    for moved, _ in first:
-        assert {"first.weight", "last.weight"} <= moved, "the update was taken"
