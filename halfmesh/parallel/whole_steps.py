@@ -119,9 +119,10 @@ class WholeSteps:
             self._move_state({param: target for target, param in swapped.items()})
             for some in rounds:
                 self._scatter(some)
+            for matrix, view in views.items():
+                if matrix.param is not None and matrix.param.untyped_storage() is not view.untyped_storage():
+                    view.copy_(matrix.param.detach())  # the optimizer sets `param.data`
             for matrix in given:
-                if matrix in views and matrix.param is not None:
-                    views[matrix].copy_(matrix.param.detach())  # the optimizer may set `param.data`
                 matrix.param = None
 
     def _move_state(self, new: Mapping[nn.Parameter, nn.Parameter]) -> None:
