@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from ..errors import InputError, shorten
-from ..parallel.modules import is_within
 from ..parallel.pipeline.partition import children_of
 from ..parallel.tensor.plans import near_names
+from ..parallel.trial import is_within
 from ..utils.engine_hook import EngineHook
 from .recompute import Checkpointed
 

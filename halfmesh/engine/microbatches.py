@@ -14,11 +14,10 @@ from torch import nn
 from ..amp.recipe import HALF
 from ..errors import InputError
 from ..parallel.comm import gather_objects
-from ..parallel.modules import unchanged
 from ..parallel.pipeline.partition import Call
 from ..parallel.pipeline.runner import Pipeline
 from ..parallel.pipeline.schedules import SplitCall
-from ..parallel.trial import HALF_TOLERANCE, TOLERANCE, find_gap, no_side_effects, rounds_products
+from ..parallel.trial import HALF_TOLERANCE, TOLERANCE, find_gap, no_side_effects, rounds_products, unchanged
 from ..utils.tensors import full_tensor, map_tensors, tensors_of
 from ..utils.torch_private import BATCH_NORMS, unobserved
 from .accumulation import Accumulation, LossReduction

@@ -9,7 +9,7 @@ expert             experts of mixture-of-experts layers, one group on each rank
 reducer            reductions of gradients: over data ranks and other axes
 collectives        sums and exchanges that autograd can run backward
 registries         axes, data strategies, tensor styles and plans, partitioners, schedules
-trial              test calls of a model or an optimizer before training
+trial              copies of modules without memory, and test calls of a model or an optimizer before training
 
 tensor/            layers sharded over a tensor group
 context/           sequences sharded over ranks

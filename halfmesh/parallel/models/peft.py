@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from ...errors import InputError
-from ..modules import comes_from
+from ..trial import comes_from
 
 _LORA = {
     "colwise": {"base_layer": "{style}", "lora_B.*": "{style}"},

@@ -9,9 +9,9 @@ from typing import Any
 from torch import nn
 
 from ...utils.torch_private import call_hooks
-from ..modules import comes_from
 from ..pipeline.partition import Call, Piece, children_of
 from ..tensor.plans import LayerPlan, elementwise
+from ..trial import comes_from
 
 TORCH_ATTENTION = LayerPlan((nn.MultiheadAttention,), {"": "attention", "out_proj": "rowwise"})
 TORCH_ENCODER = LayerPlan((nn.TransformerEncoder,), {"": "off(use_nested_tensor)"})

@@ -15,9 +15,9 @@ from ...utils.tensors import parameter_names, replace_data
 from ...utils.torch_private import call_hooks, is_compiled
 from ..axis import AppliedAxis, Axis, AxisInputs, PlanInputs
 from ..mesh import ParallelContext
-from ..modules import meta_copy
 from ..reducer import Reduction, SharedGradients
 from ..registries import DATA_STRATEGIES, SCHEDULES
+from ..trial import meta_copy
 from .partition import Partition, all_tensors, first_names, resolve
 
 _OF_ALL_PARAMETERS = ("max_grad_norm", "max_norm", "clip_grad_norm", "d0", "d_coef")

@@ -19,7 +19,7 @@ import torch
 from torch import fx, nn
 
 from ...errors import InputError, did_you_mean, page
-from ..modules import is_within
+from ..trial import is_within
 from .fx_trace import trace
 from .partition import PLAIN, Call, Piece, plain_values, signature_of
 

@@ -13,8 +13,8 @@ from torch.fx.proxy import TraceError
 
 from ...errors import InputError
 from ...utils.tensors import leaves_of, tensors_of
-from ..modules import run_without_data, unchanged
 from ..rng import CPU, random_state, same_state
+from ..trial import run_without_data, unchanged
 from .partition import plain_values
 
 _METHODS = ("size", "dim", "numel", "nelement", "ndimension")

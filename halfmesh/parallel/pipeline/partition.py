@@ -14,8 +14,8 @@ from torch import nn
 
 from ...errors import InputError, counted, page
 from ...utils.tensors import map_tensors
-from ..modules import comes_from, is_within
 from ..registries import PARTITIONERS, SCHEDULES
+from ..trial import comes_from, is_within
 
 PLAIN = (bool, int, float, str, NoneType)
 """The classes of values that a trace treats as constants."""

@@ -14,8 +14,8 @@ from torch import nn
 from ...errors import InputError, shorten
 from ...utils.tensors import map_tensors
 from ...utils.torch_private import DATA_NEEDED
-from ..modules import meta_copy, run_without_data
 from ..rng import IsolatedRNG
+from ..trial import meta_copy, run_without_data
 from .axis import StageParameters
 from .partition import Call, plain_attributes, plain_values, signature_of
 from .schedules import TorchSchedule

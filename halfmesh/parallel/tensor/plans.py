@@ -14,9 +14,9 @@ from torch import nn
 from ...errors import HalfmeshError, InputError, find_near, page
 from ...utils.torch_private import is_compiled
 from ..models.peft import look_through
-from ..modules import comes_from, is_within
 from ..registries import TENSOR_PLANS
 from ..shard_spec import Split
+from ..trial import comes_from, is_within
 from . import styles
 from .layers import ShardedLayer, TensorAxis
 from .styles import Style, parse_style

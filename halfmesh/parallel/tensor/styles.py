@@ -12,9 +12,9 @@ from torch import nn
 
 from ...errors import InputError
 from .. import collectives
-from ..modules import comes_from
 from ..registries import TENSOR_STYLES
 from ..shard_spec import Split
+from ..trial import comes_from
 from . import layers
 from .colwise import SEQUENCE_DIM
 from .layers import TensorAxis

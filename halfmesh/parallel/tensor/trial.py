@@ -21,9 +21,8 @@ from ...errors import InputError, bullet_list, find_module, shorten
 from ...utils.log import get_logger
 from ...utils.tensors import map_tensors, tensors_of
 from ..comm import gather_objects
-from ..modules import is_within, meta_copy
 from ..registries import BUILTIN_TENSOR_PLANS
-from ..trial import find_gap, no_side_effects
+from ..trial import find_gap, is_within, meta_copy, no_side_effects
 from .layers import TensorAxis
 from .plans import Assignment, caller, splits_of
 from .styles import Region, Rowwise, SequenceBegin, SequenceEnd
