@@ -54,6 +54,7 @@ class _Matrix:
         self.param.grad = grad
 
 
+@dataclass(eq=False)
 class WholeSteps:
     """Gives optimizers whole parameters during their step.
 
@@ -66,25 +67,22 @@ class WholeSteps:
         device: where messages are sent from.
     """
 
-    def __init__(
-        self,
-        parts: Sequence[optim.Optimizer],
-        shards: Sequence[ParamShard],
-        target: Callable[[ParamShard], nn.Parameter],
-        placement: Callable[[ParamShard], Placement],
-        group: dist.ProcessGroup | None,
-        device: torch.device,
-    ) -> None:
-        self._parts, self._shards, self._target, self._placement = parts, shards, target, placement
-        self._group, self._device = group, device
-        self._ranks, self._rank = (1, 0) if group is None else (group.size(), group.rank())
+    parts: Sequence[optim.Optimizer]
+    shards: Sequence[ParamShard]
+    target: Callable[[ParamShard], nn.Parameter]
+    placement: Callable[[ParamShard], Placement]
+    group: dist.ProcessGroup | None
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        self._ranks, self._rank = (1, 0) if self.group is None else (self.group.size(), self.group.rank())
         self._load = [0] * self._ranks  # elements that each rank steps
         self._matrices: dict[nn.Parameter, _Matrix] = {}
         self.plan()
 
     def owns(self, shard: ParamShard) -> bool | None:
         """True if this rank steps the whole parameter of `shard`, and holds its state; None: it is not stepped so."""
-        matrix = self._matrices.get(self._target(shard))
+        matrix = self._matrices.get(self.target(shard))
         return None if matrix is None else matrix.owner == self._rank
 
     @contextmanager
@@ -95,12 +93,12 @@ class WholeSteps:
         self.plan()
         given = [self._matrices[target] for target in self._held() if target.grad is not None]
         rounds = list(self._rounds([matrix for matrix in given if matrix.is_sent]))
-        swaps = [(group, group["params"]) for part in self._parts for group in part.param_groups]
+        swaps = [(group, group["params"]) for part in self.parts for group in part.param_groups]
         views, wholes = {}, {}
         for some in rounds:
             self._gather(some)
         for matrix in given:
-            target = self._target(matrix.shard)
+            target = self.target(matrix.shard)
             if matrix.owner == self._rank and not matrix.is_sent:
                 (box,), grad = matrix.placement.regions, cast(torch.Tensor, target.grad)
                 views[matrix] = box.view(target.detach())
@@ -126,13 +124,13 @@ class WholeSteps:
                 matrix.param = None
 
     def _move_state(self, new: Mapping[nn.Parameter, nn.Parameter]) -> None:
-        for part in self._parts:
+        for part in self.parts:
             for param, other in new.items():
                 if param in part.state:
                     part.state[other] = part.state.pop(param)
 
     def _held(self) -> list[nn.Parameter]:
-        return [param for part in self._parts for group in part.param_groups for param in group["params"]]
+        return [param for part in self.parts for group in part.param_groups for param in group["params"]]
 
     # -- the plan ----------------------------------------------------------------------------------------------
 
@@ -141,13 +139,13 @@ class WholeSteps:
         targets = [target for target in self._held() if target not in self._matrices]
         if not targets:
             return
-        shard_of = {self._target(shard): shard for shard in self._shards}
-        made = [_Matrix(shard_of[target], self._placement(shard_of[target])) for target in targets]
+        shard_of = {self.target(shard): shard for shard in self.shards}
+        made = [_Matrix(shard_of[target], self.placement(shard_of[target])) for target in targets]
         own = {matrix.shard.name: matrix.placement.regions for matrix in made}
-        by_rank = [own] if self._group is None else gather_objects(own, self._group)
+        by_rank = [own] if self.group is None else gather_objects(own, self.group)
         for matrix in sorted(made, key=lambda matrix: -math.prod(matrix.placement.shape)):  # the largest first
             self._assign(matrix, [regions.get(matrix.shard.name, ()) for regions in by_rank])
-        self._matrices |= {self._target(matrix.shard): matrix for matrix in made}
+        self._matrices |= {self.target(matrix.shard): matrix for matrix in made}
 
     def _assign(self, matrix: _Matrix, regions: Sequence[Sequence[Box]]) -> None:
         """Set the owner of `matrix`, and its pieces there. Several ranks may hold the same shard: the first holders of
@@ -174,8 +172,8 @@ class WholeSteps:
         ranks of the group."""
         some, size = list[_Matrix](), 0
         for matrix in sent:
-            dtype = self._target(matrix.shard).dtype
-            if some and (size > self._ranks * _ROUND_BYTES or self._target(some[0].shard).dtype != dtype):
+            dtype = self.target(matrix.shard).dtype
+            if some and (size > self._ranks * _ROUND_BYTES or self.target(some[0].shard).dtype != dtype):
                 yield some
                 some, size = [], 0
             some.append(matrix)
@@ -188,7 +186,7 @@ class WholeSteps:
         own = [matrix for matrix in some if matrix.owner == self._rank]
         wholes = []
         for kind in (torch.Tensor.detach, lambda target: target.grad):
-            shards = {matrix: kind(self._target(matrix.shard)) for matrix in some}
+            shards = {matrix: kind(self.target(matrix.shard)) for matrix in some}
             first = shards[some[0]]
             made = {m: torch.empty(m.placement.shape, dtype=first.dtype, device=first.device) for m in own}
             self._send(first.dtype, self._views(some, shards), self._pieces(own, made))
@@ -199,8 +197,8 @@ class WholeSteps:
     def _scatter(self, some: Sequence[_Matrix]) -> None:
         """Send the shards of the new weights back."""
         made = {matrix: matrix.param.detach() for matrix in some if matrix.param is not None}
-        shards = {matrix: self._target(matrix.shard).detach() for matrix in some}
-        self._send(self._target(some[0].shard).dtype, self._pieces(list(made), made), self._views(some, shards))
+        shards = {matrix: self.target(matrix.shard).detach() for matrix in some}
+        self._send(self.target(some[0].shard).dtype, self._pieces(list(made), made), self._views(some, shards))
 
     def _views(self, some: Sequence[_Matrix], shards: Mapping[_Matrix, torch.Tensor]) -> list[list[torch.Tensor]]:
         """For each rank the boxes of this rank's `shards` whose owner it is."""
@@ -223,9 +221,9 @@ class WholeSteps:
         """Copy the tensors `sent` to each rank into those `received` there, in order."""
         sizes = [[sum(tensor.numel() for tensor in each) for each in side] for side in (sent, received)]
         into = [tensor for each in received for tensor in each]
-        out = [tensor.reshape(-1).to(self._device) for each in sent for tensor in each]
-        flat = torch.cat([torch.empty(0, dtype=dtype, device=self._device), *out])
-        found = flat if self._group is None else send_rows(flat, *sizes, self._group)
+        out = [tensor.reshape(-1).to(self.device) for each in sent for tensor in each]
+        flat = torch.cat([torch.empty(0, dtype=dtype, device=self.device), *out])
+        found = flat if self.group is None else send_rows(flat, *sizes, self.group)
         parts = found.split([tensor.numel() for tensor in into])
         if into:
             foreach_copy_(into, [part.view(tensor.shape) for part, tensor in zip(parts, into, strict=True)])
