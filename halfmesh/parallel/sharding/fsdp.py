@@ -223,7 +223,7 @@ class FSDP(DataStrategy):
         for shard, weight in self.sharded:
             if shard.model_param in casts and len(weight) % weight.device_mesh.size(-1) == 0:
                 by_mesh.setdefault(weight.device_mesh, {})[weight] = casts[shard.model_param]
-        if self.inputs.not_called is None:  # else there is no root: see `follow` and `keep_gathered`
+        if by_mesh and self.inputs.not_called is None:  # else there is no root: see `follow` and `keep_gathered`
             self.units[-1].register_forward_pre_hook(self._renew_scales, prepend=True)
         return [CastGather(list(some), list(some.values())) for some in by_mesh.values()]
 
