@@ -132,17 +132,10 @@ def test_what_language_models_reject(kind):
     model = make(kind).eval()
     pieces = pieces_of(model)
     given = {"inputs_embeds": torch.zeros(2, 6, 16), "output_hidden_states": True, "return_dict": False, "labels": IDS}
-    if kind in DECODERS:
-        given |= {"use_cache": True, "logits_to_keep": 1}
-    only = "under a pipeline a Hugging Face model takes only input_ids, attention_mask, .*position_ids; remove the arg"
+    given |= {"use_cache": True, "logits_to_keep": 1} if kind in DECODERS else {}
     for name, value in given.items():
-        with pytest.raises(InputError, match=f"^{name}: {only}"):
+        with pytest.raises(InputError, match=f"^{name}: a Hugging Face model in a pipeline takes only input_ids"):
             compose(model, pieces, input_ids=IDS, **{name: value})
-    with pytest.raises(InputError, match=r"^labels: .* give initialize a criterion and write loss = engine\.criterion"):
-        compose(model, pieces, input_ids=IDS, labels=IDS)
-    model.config.output_attentions = True
-    with pytest.raises(InputError, match="its config has output_attentions=True, which a"):
-        pieces_of(model)
     for inner in (False, True):
         model = make(kind)
         with pytest.raises(InputError, match="no partitioner knows"):
