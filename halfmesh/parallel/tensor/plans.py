@@ -199,9 +199,26 @@ def resolve(
             "sharded: if most of the model is convolutions, leave tensor at 1"
         )
     problems += [*_find_conflicts(assignments), *_find_inconsistent_ties(model, assignments)]
+    problems += [] if isinstance(plan, str) else _find_heads(model, assignments)
     if sequence_parallel or any(isinstance(a.style, (styles.SequenceBegin, styles.SequenceEnd)) for a in assignments):
         problems += _find_sequence_problems(model, assignments)
     return assignments, list(dict.fromkeys(problems))
+
+
+def _find_heads(model: nn.Module, assignments: Sequence[Assignment]) -> Iterator[str]:
+    """Modules with a sharded projection and a number of heads that no style of the config's patterns has."""
+    counted = {a.name for a in assignments if isinstance(a.style, styles.Heads)}
+    begin = [a for a in assignments if isinstance(a.style, styles.Colwise) and a.style.opens_fork]
+    for parent in sorted({a.name.rpartition(".")[0] for a in begin} - counted):
+        numbers = {name: n for name, n in vars(model.get_submodule(parent)).items() if type(n) is int}
+        # num_heads, n_kv_heads, nhead, heads; but not head_dim
+        found = [n for n in numbers if "head" in n and not any(w in n for w in ("dim", "size", "width", "features"))]
+        if found:
+            yield (
+                f"{generalise(parent)!r} has {found[0]}={numbers[found[0]]}, and its features are sharded; add "
+                f"{generalise(parent)!r}: 'heads({', '.join(found)})' if its forward reads that number, or 'heads()' "
+                "if it takes the number of heads from the shape (-1)"
+            )
 
 
 def _find_conflicts(assignments: Sequence[Assignment]) -> Iterator[str]:

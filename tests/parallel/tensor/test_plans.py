@@ -138,6 +138,7 @@ REJECTED: list[tuple[Callable[[], nn.Module], Any, str]] = [
     (partial(nn.Conv2d, 2, 4, 3), "timm_mlp", "plan 'timm_mlp' shards nothing of Conv2d"),
     (Language, {**LANGUAGE, "head": "colwise_gather"}, "words.weight (whole) and head.weight (dim 0) share one weight"),
     (Language, SHARED, "words.weight (dim 0) and head.weight (dim 1)"),
+    (Language, LANGUAGE, "sharded; add 'attention': 'heads(num_heads)' if its forward"),
     (with_a_plan, "auto", "3 config.num_attention_heads are not divisible by tensor=2; tensor can be 1, 3"),
 ]
 
