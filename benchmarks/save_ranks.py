@@ -46,26 +46,24 @@ class OtherRanks:
         self.preparing_s = 0.0
 
     def gather_digests(self, value: Any) -> list[Any]:
-        """Of `gather_results`: each rank has another digest of its parts' shapes, and the same of the rest."""
+        """Of `gather_results`: each rank has another digest of what it describes, and the same of the rest."""
         failure, result = value
-        if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], list)):
+        if not (isinstance(result, tuple) and len(result) == 3 and isinstance(result[0], bytes)):
             return [value] * self._size
-        (shapes, rest), known = result
-        own = [hashlib.sha256(shapes + bytes([rank % 256, rank // 256])).digest() for rank in range(1, self._size)]
-        return [(failure, ([digest, rest], dict(known))) for digest in (shapes, *own)]
+        form, known, rest = result
+        own = [hashlib.sha256(form + bytes([rank % 256, rank // 256])).digest() for rank in range(1, self._size)]
+        return [(failure, (digest, known, rest)) for digest in (form, *own)]
 
     def gather_forms(self, value: Any) -> list[Any]:
-        """Of `JoinedParts`: the parts that have changed, by number. Of others: rank 0's."""
-        if not isinstance(value, dict):
+        """Of `JoinedForms`: what ranks describe. Of others: rank 0's."""
+        if not (isinstance(value, tuple) and len(value) == 3 and isinstance(value[0], dict)):
             return [value] * self._size
-        if 0 not in value:
-            return [value] + [{}] * (self._size - 1)
         if not self._forms:
             start = time.perf_counter()
-            self._forms = [pickle.dumps(self._moved(value[0], rank)) for rank in range(1, self._size)]
+            self._forms = [pickle.dumps(self._moved(value, rank)) for rank in range(1, self._size)]
             self.preparing_s += time.perf_counter() - start
         self.joined += 1
-        return [value] + [{0: pickle.loads(form)} for form in self._forms]
+        return [value] + [pickle.loads(form) for form in self._forms]
 
     def _moved(self, form: Any, rank: int) -> Any:
         described, *rest = form

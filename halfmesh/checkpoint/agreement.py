@@ -1,5 +1,5 @@
-"""Agreement between ranks: whether work succeeded on all of them, rank 0's answers (through the store, so that a thread
-may ask during training), and the boundary at which all stop, without a collective in each step."""
+"""Agreement between ranks: whether work succeeded on all of them (also in a thread during training, through the store),
+and the boundary at which all stop, without a collective in each step."""
 
 from __future__ import annotations
 
@@ -17,40 +17,40 @@ from ..distributed.env import list_ranks, ranks_by_value
 from ..errors import CheckpointError, HalfmeshError, InputError, bullet_list
 from ..parallel.comm import gather_objects, get_within, is_simulated, own_store
 from ..parallel.mesh import ParallelContext
-from ..utils.log import get_logger
 
-_log = get_logger(__name__)
 _LONG_S = 7 * 86400.0  # then the thread asks again
 T = TypeVar("T")
 
 # -- work that all ranks do together -----------------------------------------------------------------------------------
 
 
+Kind = type[CheckpointError] | type[InputError]
 Failure = tuple[str, bool]
 """The text of an error, and True if it is an InputError."""
 
 
-def attempt(work: Callable[[], T]) -> tuple[T | None, Failure | None, Exception | None]:
-    """The result of `work`; or the failure, for the other ranks, and the error itself."""
+def attempt(work: Callable[[], T]) -> tuple[tuple[Failure | None, T | None], Exception | None]:
+    """The failure of `work`, for the other ranks, and its result; and the error itself."""
     try:
-        return work(), None, None
+        return (None, work()), None
     except Exception as error:
         words = str(error) if isinstance(error, HalfmeshError) else f"{type(error).__name__}: {error}"
-        return None, (words, isinstance(error, InputError)), error
+        return ((words, isinstance(error, InputError)), None), error
 
 
-def gather_results(context: ParallelContext, what: str, work: Callable[[], T]) -> list[T]:
+def gather_results(context: ParallelContext, what: str, work: Callable[[], T], kind: Kind = CheckpointError) -> list[T]:
     """Do `work` on every rank. Returns the result of each rank, on all of them.
 
     Args:
         what: the beginning of the error message: "saving to here failed".
+        kind: of the error, unless all failures are InputErrors.
 
     Raises:
         CheckpointError, InputError: it failed on some ranks; raised on all, with the reason of each.
     """
-    result, failure, error = attempt(work)
-    everyone: list[tuple[Failure | None, T]] = gather_objects((failure, result))
-    reject_failures(context, what, _failures_of(everyone), error)
+    outcome, error = attempt(work)
+    everyone: list[tuple[Failure | None, Any]] = gather_objects(outcome)
+    reject_failures(context, what, _failures_of(everyone), error, kind)
     return [result for _, result in everyone]
 
 
@@ -65,16 +65,19 @@ def run_on_all_ranks(context: ParallelContext, what: str, work: Callable[[], T])
     return done[0]
 
 
-def run_on_rank_zero(context: ParallelContext, what: str, work: Callable[[], T]) -> T:
+def run_on_rank_zero(context: ParallelContext, what: str, work: Callable[[], T], kind: Kind = CheckpointError) -> T:
     """Do `work` on rank 0 alone. Return its result on all ranks. Arguments and errors are those of `gather_results`."""
-    return gather_results(context, what, lambda: work() if context.rank == 0 else None)[0]  # type: ignore[return-value]
+    results = gather_results(context, what, lambda: work() if context.rank == 0 else None, kind)
+    return results[0]  # type: ignore[return-value]
 
 
-def reject_failures(context: ParallelContext, what: str, failures: dict[int, Failure], cause: Exception | None) -> None:
+def reject_failures(
+    context: ParallelContext, what: str, failures: dict[int, Failure], cause: Exception | None, kind: Kind
+) -> None:
     """Raise the error of `gather_results` if there are `failures`, by rank; `cause` is this rank's."""
     if not failures:
         return
-    kind = InputError if all(is_input for _, is_input in failures.values()) else CheckpointError
+    kind = InputError if all(is_input for _, is_input in failures.values()) else kind
     reasons = ranks_by_value({rank: words for rank, (words, _) in failures.items()})
     if len(reasons) == 1 and len(failures) == context.size:
         raise kind(f"{what}: {next(iter(reasons))}") from cause
@@ -82,82 +85,56 @@ def reject_failures(context: ParallelContext, what: str, failures: dict[int, Fai
     raise kind(bullet_list(f"{what}:", lines)) from cause
 
 
-# -- the answer of rank 0 ----------------------------------------------------------------------------------------------
+# -- in threads -------------------------------------------------------------------------------------------------------
 
 
 class StoreMessages:
-    """Messages to rank 0 that need no group, whose connections would grow with the number of ranks. All ranks make it,
-    and call it equally often.
+    """Messages to rank 0 and back that need no group, whose connections would grow with the number of ranks. All ranks
+    make it, and call it equally often.
 
     Args:
         timeout_s: the seconds that rank 0 waits for the other ranks, all together.
     """
 
     def __init__(self, context: ParallelContext, timeout_s: float) -> None:
-        self._rank, self._size, self._number = context.rank, context.size, 0
-        self._timeout_s = timeout_s
-        self._store: Any = None
-        if context.size > 1 and not is_simulated():
-            (self._store,) = own_store(context)
+        self.context, self._timeout_s, self._number = context, timeout_s, 0
+        self._store = own_store(context)[0] if context.size > 1 and not is_simulated() else None
 
-    def answer(self, what: str, value: Any, reply: Callable[[list[Any]], Any]) -> Any:
-        """Return the result of `reply` on rank 0 to all ranks.
-
-        Args:
-            what: the beginning of the error message.
-            value: this rank's.
-            reply: called on rank 0 with the value of each rank.
-
-        Raises:
-            CheckpointError: some rank does not answer in time; raised on all ranks.
-        """
-        if self._store is None:
-            return reply([value] * self._size)
+    def gather_results(self, what: str, work: Callable[[], T]) -> list[T]:
+        """As the function of this name, but only rank 0 gets the results of others, and a rank fails that is late."""
+        context, store, (outcome, error) = self.context, self._store, attempt(work)
         self._number += 1
-        if self._rank != 0:
-            self._store.set(f"{self._number} of {self._rank}", zlib.compress(pickle.dumps(value), 1))
-            limit_s = 2 * self._timeout_s  # rank 0 also waits for the others
-            told = get_within(self._store, f"reply {self._number}", limit_s)
-            problem, found = (_late([0], limit_s), None) if told is None else pickle.loads(told)
+        reply, limit_s = f"reply {self._number}", self._timeout_s
+        everyone: list[tuple[Failure | None, Any]] = [outcome] * context.size
+        if store is None:
+            failures = _failures_of(everyone)
+        elif context.rank == 0:
+            end = time.monotonic() + limit_s
+            everyone[1:] = [self._receive(rank, end) for rank in range(1, context.size)]
+            failures = _failures_of(everyone)
+            store.set(reply, pickle.dumps(failures))
         else:
-            values, late = self._collect(value)
-            problem, found = (_late(late, self._timeout_s), None) if late else ("", reply(values))
-            self._store.set(f"reply {self._number}", pickle.dumps((problem, found)))
-            if not late:  # then all ranks have read the last one
-                self._store.delete_key(f"reply {self._number - 1}")
-        if problem:
-            raise CheckpointError(f"{what}: {problem}")
-        return found
+            store.set(f"{self._number} of {context.rank}", zlib.compress(pickle.dumps(outcome), 1))
+            told = get_within(store, reply, 2 * limit_s)  # rank 0 also waits for the others
+            failures = {0: _late(2 * limit_s)} if told is None else pickle.loads(told)
+        reject_failures(context, what, failures, error, CheckpointError)
+        return [result for _, result in everyone]
 
-    def gather_results(self, context: ParallelContext, what: str, work: Callable[[], T]) -> list[T]:
-        """As the function of this name, but only rank 0 gets the results."""
-        results: list[T] = []
-
-        def keep(everyone: list[tuple[Failure | None, Any]]) -> dict[int, Failure]:
-            results.extend(result for _, result in everyone)
-            return _failures_of(everyone)
-
-        result, failure, error = attempt(work)
-        reject_failures(context, what, self.answer(what, (failure, result), keep), error)
-        return results
-
-    def _collect(self, value: Any) -> tuple[list[Any], list[int]]:
-        """The values of all ranks, of which this one's is `value`; and the ranks that have sent none in time."""
-        values, late, end = [value], list[int](), time.monotonic() + self._timeout_s
-        for rank in range(1, self._size):
-            key, left_s = f"{self._number} of {rank}", end - time.monotonic()
-            # After the end no `get` of what is not there: torch prints each one that fails.
-            sent = get_within(self._store, key, left_s) if left_s > 0 or self._store.check([key]) else None
-            if sent is None:
-                late.append(rank)
-            else:
-                values.append(pickle.loads(zlib.decompress(sent)))
-                self._store.delete_key(key)
-        return values, late
+    def _receive(self, rank: int, end: float) -> tuple[Failure | None, Any]:
+        """What `rank` sends until the time `end`."""
+        store: Any = self._store
+        key, left_s = f"{self._number} of {rank}", end - time.monotonic()
+        # After the end no `get` of what is not there: torch prints each one that fails.
+        sent = get_within(store, key, left_s) if left_s > 0 or store.check([key]) else None
+        if sent is None:
+            return _late(self._timeout_s), None
+        store.delete_key(key)
+        outcome: tuple[Failure | None, Any] = pickle.loads(zlib.decompress(sent))
+        return outcome
 
 
-def _late(ranks: list[int], limit_s: float) -> str:
-    return f"no answer from {list_ranks(ranks)} within {limit_s:g} s (config key timeout)"
+def _late(limit_s: float) -> Failure:
+    return f"no answer within {limit_s:g} s (config key timeout)", False
 
 
 # -- where all stop ----------------------------------------------------------------------------------------------------
@@ -180,7 +157,7 @@ class StopAgreement:
         self._store, self._blocked, self._rank, self._size, self._timeout_s = store, blocked, rank, size, timeout_s
         self._lock, self._decided = threading.Lock(), threading.Event()
         self._passed = self._stop_at = 0
-        self._has_posted = self._has_warned = False
+        self._has_posted = False
         self._lost: Exception | None = None  # why the thread has ended without a decision
         self._thread = threading.Thread(target=self._answer, daemon=True, name="halfmesh stop agreement")
         self._thread.start()
@@ -193,49 +170,32 @@ class StopAgreement:
 
         Raises:
             TimeoutError: some rank does not answer.
-            CheckpointError: this rank asks, or the others wait for it, and it has lost the store.
+            CheckpointError: this rank has lost the store.
         """
         with self._lock:
             waits = self._has_posted
-            if not waits:
-                self._passed += 1
+            self._passed += not waits
         if not waits:
             if asks:
                 self.ask()
-            elif self._lost is not None and not self._has_warned:
-                self._has_warned = True  # by the main thread: a launch that has failed ends before, and says so itself
-                text = (
-                    "the store that ranks agree through does not answer: %s; stop signals and engine.preempt() can no "
-                    "longer save"
-                )
-                _log.warning(text, self._lost, ranks=None)
             return False
         if not self._decided.wait(self._timeout_s):
             posted = {int(line.split()[0]) for line in self._store.get("posts").decode().splitlines()}
             missing = set(range(self._size)).difference(posted)
             late = f"within {self._timeout_s:g} s (config key timeout)"
             raise TimeoutError(f"{list_ranks(missing)} did not answer {late} at which step to stop; have they ended?")
-        self._reject_lost()
+        if self._lost is not None:
+            why = f"the store that ranks agree through does not answer: {self._lost}"
+            raise CheckpointError(f"the run was told to stop, but cannot save: {why}") from self._lost
         self._passed += 1
         return self._passed == self._stop_at
 
     def ask(self) -> None:
-        """Want to stop at the next boundary, or the one after it. Raises CheckpointError if the store is lost."""
-        self._reject_lost()
+        """Want to stop at the next boundary, or the one after it."""
         with self._lock:
-            if self._has_posted:
-                return
-            try:
+            if not self._has_posted:
                 self._store.set("asked", "1")
                 self._post(self._store)
-            except dist.DistError as error:
-                self._lost = error
-        self._reject_lost()
-
-    def _reject_lost(self) -> None:
-        if self._lost is not None:
-            why = f"the store that ranks agree through does not answer: {self._lost}"
-            raise CheckpointError(f"the run was told to stop, but cannot save: {why}") from self._lost
 
     def close(self) -> None:
         """End the threads of all ranks. May be called twice, and by one rank alone: then nobody stops any more."""
@@ -260,7 +220,7 @@ class StopAgreement:
                 if not self._has_posted:
                     self._post(self._blocked)
             self._stop_at = int(self._wait_for("stop_at"))
-        except RuntimeError as error:  # as torch's are; `pass_boundary` says it, if there is one more
+        except RuntimeError as error:  # as torch's are
             self._lost = error
         self._decided.set()
 

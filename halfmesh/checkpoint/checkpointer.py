@@ -23,13 +23,14 @@ from ..utils.engine_hook import Progress
 from ..utils.log import get_logger
 from . import rank_state, storage, validate
 from .agreement import StoreMessages, run_on_all_ranks, run_on_rank_zero
-from .rank_state import AttachedState, Schedule
+from .rank_state import AttachedState
 from .state import AVERAGE, MODEL, Boxes, ShardedState, index_of, without_empty
 from .storage import Snapshot, Stored
 
 if TYPE_CHECKING:
     from ..config import Config
     from ..data.loader import EngineDataLoader
+    from ..engine.lr_scheduler import LRAdvance
 
 # .dcp imports torch.distributed.checkpoint: only when there is something to save.
 
@@ -56,7 +57,7 @@ class Checkpointer:
     context: ParallelContext
     config: Config
     progress: Progress
-    lr: Schedule
+    lr: LRAdvance
     loader: EngineDataLoader | None
     own_call: AbstractContextManager[None]
     locks: dict[Path, IO[str]] = field(default_factory=dict)
@@ -65,7 +66,8 @@ class Checkpointer:
 
     def __post_init__(self) -> None:
         self._settings = validate.GivenSettings(self.lr, self.state.update.optimizer)
-        self._writer = BackgroundWriter(self.context.device)
+        self._written: futures.Future[None] | None = None
+        self._copies: Boxes = {}
         self._messages: StoreMessages | None = None
 
     # -- saving ------------------------------------------------------------------------------------------------
@@ -85,13 +87,15 @@ class Checkpointer:
         with self.own_call:
             snapshot = self._snapshot()
             if in_background:
-                copies = run_on_all_ranks(context, what, lambda: self._writer.copy(snapshot.boxes))
+                copies = run_on_all_ranks(context, what, lambda: self._copy(snapshot.boxes))
                 snapshot = replace(snapshot, boxes=copies)
             unfinished = run_on_rank_zero(context, what, begin)
             self._messages = self._messages or StoreMessages(context, self.config.timeout)
-            write = partial(storage.write, unfinished, snapshot, keep, context, what, self._messages)
+            write = partial(storage.write, unfinished, snapshot, keep, what, self._messages)
             if in_background:
-                self._writer.start(write, directory)
+                thread = futures.ThreadPoolExecutor(1, f"halfmesh save {directory.resolve()}:")
+                self._written = thread.submit(self._run, write)  # the process joins it at exit
+                thread.shutdown(wait=False)  # it ends after this save
             else:
                 write()
         self.saved = step
@@ -102,9 +106,36 @@ class Checkpointer:
         with self.own_call:
             self._snapshot()
 
+    @torch.no_grad()
+    def _copy(self, boxes: Boxes) -> Boxes:
+        """Copies of `boxes` in host memory, page-locked for a GPU. The memory is kept for the next call, because new
+        memory costs more to fill."""
+        is_cuda, kept, self._copies = self.context.device.type == "cuda", self._copies, {}
+        for key, box in boxes.items():
+            copy = kept.pop(key, None)
+            if copy is None or (copy.shape, copy.dtype) != (box.shape, box.dtype):
+                copy = torch.empty(box.shape, dtype=box.dtype, pin_memory=is_cuda)
+            self._copies[key] = copy.copy_(box, non_blocking=box.is_cuda)
+        if is_cuda:
+            torch.cuda.current_stream(self.context.device).synchronize()
+        return self._copies
+
+    def _run(self, write: Callable[[], object]) -> None:
+        """Call `write` in a thread."""
+        if self.context.device.type == "cuda":
+            torch.cuda.set_device(self.context.device)  # each thread has a current device
+        try:
+            write()
+        except Exception as error:  # the same on all ranks, unless they can no longer be reached
+            _log.warning("%s", error)  # logged now: the next call that waits may come much later
+            raise
+
     def wait(self) -> None:
         """Wait for a save in the background; raises CheckpointError if it failed."""
-        self._writer.wait()
+        if self._written is not None:
+            futures.wait([self._written])  # Ctrl-C ends this line: the next call then waits again
+            written, self._written = self._written, None
+            written.result()
 
     def _snapshot(self) -> Snapshot:
         """All that is saved; the tensors are not copied. All ranks together.
@@ -141,10 +172,11 @@ class Checkpointer:
             "versions": {"halfmesh": __version__, "torch": torch.__version__},
         }
         boxes = {(name, at): found.shards[name].box(at) for name, at in found.written}
-        small_files = run_on_all_ranks(
-            context, "engine.save", lambda: (storage.as_bytes(common), storage.as_bytes(self._own_state()))
-        )
-        return Snapshot(found.tensors, boxes, *small_files, about)
+
+        def small_files() -> tuple[bytes, bytes]:
+            return storage.as_bytes(common), storage.as_bytes(self._own_state())
+
+        return Snapshot(found.tensors, boxes, *run_on_all_ranks(context, "engine.save", small_files), about)
 
     @property
     def _layout(self) -> dict[str, int]:
@@ -169,11 +201,12 @@ class Checkpointer:
                 self._load_tensors(stored)
             shared = SharedRNG(context.from_first(random_state(CPU)))
             notes = run_on_all_ranks(context, stored.too_late, lambda: list(self._load_rest(stored, shared, keep)))
-        self._compare_settings(stored, keep)
-        position = stored.first["dataloader"]
-        validate.warn_of_other_batch(
-            stored.folder, stored.manifest, position, self.config, self.loader, context.dp_size
-        )
+        given = dict(enumerate(stored.common.get("given", ())))  # missing in older checkpoints
+        names = [group["params"] for group in self.state.groups()]
+        groups = [1 + index_of(own, index, stored.common["groups"]) for index, own in enumerate(names)]
+        theirs = [given.get(number, {}) for number in (0, *groups)]
+        self._settings.loaded(stored.folder, theirs, keep, stored.common["lr_scheduler"])
+        self._warn_of_other_batch(stored)
         progress.global_step = stored.common["global_step"]
         progress.results.clear()
         title = f"loaded step {progress.global_step} from {stored.folder}"
@@ -182,21 +215,15 @@ class Checkpointer:
     def _reject_other(self, stored: Stored, scheduler: Any) -> None:
         """Raise InputError, on all ranks, if the checkpoint is of another engine, model, optimizer or scheduler."""
         own, common = self.state.collect(self.context, f"loading {stored.folder} failed", to_load=True), stored.common
-        model: dict[str, Any] = {n.removeprefix(MODEL): t.shape for n, t in own.tensors.items() if 0 not in t.shape}
-        saved: dict[str, Any] = {
-            n.removeprefix(MODEL): tuple(t.size) for n, t in stored.tensors.items() if n.startswith(MODEL)
-        }
-        problems = [
-            *validate.model_problems(
-                model | dict.fromkeys(own.extras), saved | dict.fromkeys(common["extras"]), "the checkpoint"
-            ),
-            *validate.optimizer_problems(self.state.update.optimizer, scheduler, own.groups, common),
-        ]
+        model: dict[str, Any] = {n: t.shape for n, t in own.tensors.items() if 0 not in t.shape}
+        saved: dict[str, Any] = {n: tuple(t.size) for n, t in stored.tensors.items() if n.startswith(MODEL)}
+        model, saved = ({n.removeprefix(MODEL): shape for n, shape in each.items()} for each in (model, saved))
+        model, saved = model | dict.fromkeys(own.extras), saved | dict.fromkeys(common["extras"])
+        problems = list(validate.model_problems(model, saved, "the checkpoint"))
+        problems += validate.optimizer_problems(self.state.update.optimizer, scheduler, own.groups, common)
         saved_name, name = storage.engine_name(stored.manifest), self.config.name
         if saved_name and name and saved_name != name:
-            problems.append(
-                f"the engine {saved_name!r} saved it, but this engine is {name!r}; give each a separate folder"
-            )
+            problems.append(f"engine {saved_name!r} saved it, but this is {name!r}; give each a separate folder")
         if problems:
             title = f"{stored.folder} does not fit the model and optimizer of this engine:"
             raise InputError(bullet_list(title, problems))
@@ -270,12 +297,16 @@ class Checkpointer:
             rank_state.set_rank_random(own["random"], self.context, self.state.parallel_model)
         yield from self.attached.load_state_dict(attached.get("attached", {}))
 
-    def _compare_settings(self, stored: Stored, keep: Sequence[str]) -> None:
-        given = dict(enumerate(stored.common.get("given", ())))  # missing in older checkpoints
-        names = [group["params"] for group in self.state.groups()]
-        groups = [1 + index_of(own, index, stored.common["groups"]) for index, own in enumerate(names)]
-        theirs = [given.get(number, {}) for number in (0, *groups)]
-        self._settings.loaded(stored.folder, theirs, keep, stored.common["lr_scheduler"])
+    def _warn_of_other_batch(self, stored: Stored) -> None:
+        """Warn if updates take another number of samples because there is another number of data ranks."""
+        position, about, config = stored.first["dataloader"], stored.manifest, self.config
+        if position is None or self.loader is None or config.global_batch_size is not None:
+            return
+        (unit, step), (own_unit, own_step) = position["share"], self.loader.loader.order
+        before, now = step * about["config"]["gradient_accumulation"], own_step * config.gradient_accumulation
+        if unit == own_unit == "samples" and before != now and about["layout"]["data"] != self.context.dp_size:
+            text = "%s was saved with %d samples per update; now it has %d; to keep these, set global_batch_size = %d"
+            _log.warning(text, stored.folder, before, now, before)
 
     # -- state dicts -------------------------------------------------------------------------------------------
 
@@ -343,61 +374,8 @@ class Checkpointer:
         self.locks.clear()
 
 
-# -- saves in the background -------------------------------------------------------------------------------------------
-
-
 def wait_for_writers(directory: Path) -> None:
     """Wait for saves of all engines of this process into `directory`: the next one removes unfinished saves there."""
     for thread in threading.enumerate():
-        if thread.name.startswith(_thread_name(directory)):
+        if thread.name.startswith(f"halfmesh save {directory.resolve()}:"):
             thread.join()
-
-
-def _thread_name(directory: Path) -> str:
-    return f"halfmesh save {directory.resolve()}:"
-
-
-@dataclass(eq=False, repr=False)
-class BackgroundWriter:
-    """Writes one checkpoint at a time, from a copy in host memory."""
-
-    _device: torch.device
-    _written: futures.Future[None] | None = None
-    _copies: Boxes = field(default_factory=dict)
-
-    @torch.no_grad()
-    def copy(self, boxes: Boxes) -> Boxes:
-        """Copies of `boxes` in host memory, page-locked for a GPU. The memory is kept for the next call, because new
-        memory costs more to fill."""
-        kept, self._copies = self._copies, {}
-        for key, box in boxes.items():
-            copy = kept.pop(key, None)
-            if copy is None or (copy.shape, copy.dtype) != (box.shape, box.dtype):
-                copy = torch.empty(box.shape, dtype=box.dtype, pin_memory=self._device.type == "cuda")
-            self._copies[key] = copy.copy_(box, non_blocking=box.is_cuda)
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
-        return self._copies
-
-    def start(self, write: Callable[[], object], directory: Path) -> None:
-        """Call `write`, which writes into `directory`, in a thread that the process joins at exit. The previous one
-        must have ended."""
-        thread = futures.ThreadPoolExecutor(1, _thread_name(directory))
-        self._written = thread.submit(self._run, write)
-        thread.shutdown(wait=False)  # it ends after this save
-
-    def wait(self) -> None:
-        """Wait for the thread, and raise its error if it failed."""
-        if self._written is not None:
-            futures.wait([self._written])  # Ctrl-C ends this line: the next call then waits again
-            written, self._written = self._written, None
-            written.result()
-
-    def _run(self, write: Callable[[], object]) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)  # each thread has a current device
-        try:
-            write()
-        except Exception as error:  # the same on all ranks, unless they can no longer be reached
-            _log.warning("%s", error)  # logged now: the next call that waits may come much later
-            raise

@@ -9,14 +9,8 @@ from typing import Any
 
 import torch
 from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint import metadata as meta
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
@@ -33,7 +27,7 @@ class _SavePlanner(DefaultSavePlanner):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._boxes = boxes
 
-    def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
+    def lookup_object(self, index: meta.MetadataIndex) -> torch.Tensor:
         return self._boxes[index.fqn, tuple(index.offset or ())]
 
 
@@ -42,24 +36,17 @@ class _LoadPlanner(DefaultLoadPlanner):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._shards = shards
 
-    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+    def lookup_tensor(self, index: meta.MetadataIndex) -> torch.Tensor:
         return self._shards[index.fqn].box(tuple(index.offset or ()))
 
 
 def write(boxes: Boxes, tensors: Mapping[str, WholeTensor], folder: Path, rank: int) -> list[Any]:
     """Write this rank's boxes of `tensors`. Returns the results for `finish`, on rank 0."""
-    items = [
-        WriteItem(
-            MetadataIndex(name, at),
-            WriteItemType.SHARD,
-            tensor_data=TensorWriteData(
-                ChunkStorageMetadata(torch.Size(at), box.shape),
-                TensorProperties(dtype=box.dtype),
-                torch.Size(tensors[name].shape),
-            ),
-        )
-        for (name, at), box in boxes.items()
-    ]
+    items = []
+    for (name, at), box in boxes.items():
+        chunk, shape = meta.ChunkStorageMetadata(torch.Size(at), box.shape), torch.Size(tensors[name].shape)
+        data = TensorWriteData(chunk, meta.TensorProperties(dtype=box.dtype), shape)
+        items.append(WriteItem(meta.MetadataIndex(name, at), WriteItemType.SHARD, tensor_data=data))
     # Copying ahead waits for the GPU's stream: a background save, which has nothing to copy, would wait for training.
     ahead = _COPY_AHEAD if any(box.is_cuda for box in boxes.values()) else 0
     writer = dcp.FileSystemWriter(folder, sync_files=True, per_thread_copy_ahead=ahead)
@@ -73,15 +60,12 @@ def finish(tensors: Mapping[str, WholeTensor], results: Sequence[list[Any]], fol
     Args:
         results: the result of `write` on each rank.
     """
-    described: dict[str, Any] = {
-        name: TensorStorageMetadata(
-            TensorProperties(dtype=tensor.dtype),
-            torch.Size(tensor.shape),
-            [ChunkStorageMetadata(torch.Size(box.at), torch.Size(box.sizes)) for box in tensor.boxes],
-        )
-        for name, tensor in tensors.items()
-    }
-    dcp.FileSystemWriter(folder, sync_files=True).finish(Metadata(described), list(results))
+    described = dict[str, Any]()
+    for name, tensor in tensors.items():
+        chunks = [meta.ChunkStorageMetadata(torch.Size(box.at), torch.Size(box.sizes)) for box in tensor.boxes]
+        properties = meta.TensorProperties(dtype=tensor.dtype)
+        described[name] = meta.TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
+    dcp.FileSystemWriter(folder, sync_files=True).finish(meta.Metadata(described), list(results))
 
 
 _CLASSES = {
@@ -105,21 +89,21 @@ class _MetadataUnpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def read_metadata(folder: Path) -> Metadata:
+def read_metadata(folder: Path) -> meta.Metadata:
     """Read the metadata that `finish` wrote. (DCP uses a plain `pickle.load`, which can run code from the file.)"""
     with open(folder / METADATA, "rb") as file:
-        metadata: Metadata = _MetadataUnpickler(file).load()
+        metadata: meta.Metadata = _MetadataUnpickler(file).load()
     return metadata
 
 
 @torch.no_grad()
-def read(shards: Shards, metadata: Metadata, folder: Path) -> None:
+def read(shards: Shards, metadata: meta.Metadata, folder: Path) -> None:
     """Read this rank's shards, in place; the tensors may have been saved in any boxes."""
     items = []
     for name, shard in shards.items():
         saved = metadata.state_dict_metadata[name]
-        assert isinstance(saved, TensorStorageMetadata)
-        boxes = [ChunkStorageMetadata(torch.Size(r.at), torch.Size(r.sizes)) for r in shard.placement.regions]
+        assert isinstance(saved, meta.TensorStorageMetadata)
+        boxes = [meta.ChunkStorageMetadata(torch.Size(r.at), torch.Size(r.sizes)) for r in shard.placement.regions]
         items += create_read_items_for_chunk_list(name, saved, boxes)
     reader = dcp.FileSystemReader(folder)
     reader.set_up_storage_reader(metadata, is_coordinator=False)

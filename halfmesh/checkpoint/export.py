@@ -6,9 +6,8 @@ import copy
 import inspect
 import json
 import os
-import re
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -32,7 +31,6 @@ _log = get_logger(__name__)
 
 Format = Literal["safetensors", "torch"]
 FORMATS = ("safetensors", "torch")
-GIB = 2**30
 
 # -- saving ------------------------------------------------------------------------------------------------------------
 
@@ -44,18 +42,14 @@ def save_weights(
     if format not in FORMATS:
         raise InputError(f"format={format!r} is not one of {FORMATS}{did_you_mean(format, FORMATS)}")
     path, what = Path(given), f"saving weights to {given} failed"
-    run_on_rank_zero(context, what, lambda: _reject_folder(given))
     found = state.collect(context, what)
     if found.extras and format == "safetensors":
-        raise InputError(
-            f"the model's state dict holds more than tensors ({', '.join(sorted(found.extras))}), which safetensors "
-            "cannot hold; use format='torch'"
-        )
+        raise InputError(f"safetensors cannot hold {', '.join(sorted(found.extras))}; use format='torch'")
     storage.as_bytes(found.extras)
     names = _find_aliases(state, found.tensors)
-    nbytes = {full: torch.Size(tensor.shape).numel() * tensor.dtype.itemsize for full, tensor in found.tensors.items()}
-    copies = {full: len(names[full]) if format == "safetensors" else 1 for full in names}
-    files = by_bytes(names, max_file_gb * GIB, lambda full: copies[full] * nbytes[full]) or [[]]
+    copies = {full: len(aliases) if format == "safetensors" else 1 for full, aliases in names.items()}
+    nbytes = {full: copies[full] * torch.Size(t.shape).numel() * t.dtype.itemsize for full, t in found.tensors.items()}
+    files = by_bytes(names, max_file_gb * 2**30, nbytes.__getitem__) or [[]]
     paths = [path]
     if len(files) > 1:  # named as in Hugging Face: model-00001-of-00002.safetensors
         numbers = (f"-{number:05d}-of-{len(files):05d}" for number in range(1, len(files) + 1))
@@ -69,12 +63,6 @@ def save_weights(
         run_on_rank_zero(context, what, partial(_write_file, content, file, format))
     index = {"metadata": {"total_size": sum(nbytes.values())}, "weight_map": weight_map}
     run_on_rank_zero(context, what, lambda: _complete(path, paths, index))
-
-
-def _reject_folder(given: str | Path) -> None:
-    if str(given).endswith(os.sep) or Path(given).is_dir():
-        example = str(Path(given) / "model.safetensors")
-        raise InputError(f"that is a folder, but weights are written to a file; give a path such as {example!r}")
 
 
 def _find_aliases(state: ShardedState, tensors: Iterable[str]) -> dict[str, list[str]]:
@@ -106,15 +94,11 @@ def _replace(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def _complete(path: Path, paths: Sequence[Path], content: Mapping[str, Any]) -> None:
-    """Write the index of several files, and remove files of an earlier save to the same path."""
-    index, kept = path.with_name(f"{path.name}.index.json"), {file.name for file in paths}
+    """Write the index of several files, and remove what an earlier save to the same path would load instead."""
+    index = path.with_name(f"{path.name}.index.json")
     if len(paths) > 1:
         _replace(index, lambda unfinished: unfinished.write_text(json.dumps(content, indent=1)))
-        kept.add(index.name)
-    numbered = re.compile(rf"{re.escape(path.stem)}-\d{{5}}-of-\d{{5}}{re.escape(path.suffix)}")
-    for other in path.parent.iterdir():
-        if other.name not in kept and (other in (path, index) or numbered.fullmatch(other.name)):
-            other.unlink()
+    (path if len(paths) > 1 else index).unlink(missing_ok=True)
     storage.sync(path.parent)
 
 
@@ -133,9 +117,8 @@ def load_weights(state: ShardedState, context: ParallelContext, path: Path) -> N
                 saved.update({first.get(name, name): tensor for name, tensor in _open_file(file, opened).items()})
             return {name: shard.placement.shape for name, shard in targets.items()}
 
-        model = {
-            name: shape for shapes in gather_results(context, what, find_tensors) for name, shape in shapes.items()
-        }
+        everyone = gather_results(context, what, find_tensors)
+        model = {name: shape for shapes in everyone for name, shape in shapes.items()}
         shapes = {name: tuple(t.shape if isinstance(t, torch.Tensor) else t.get_shape()) for name, t in saved.items()}
         problems = list(model_problems(model, shapes, "the file"))
         if problems:
@@ -188,23 +171,15 @@ def gather_tensor(
     """
     gathered = torch.empty(tensor.shape, dtype=tensor.dtype) if everywhere or context.rank == 0 else None
     for box in tensor.boxes:
-        if 0 in box.sizes:
-            continue
+        is_sent = 0 not in box.sizes and (everywhere or box.rank != 0)
         if context.rank == box.rank:
             values = shards[name].box(box.at).to(context.device).contiguous()
-        elif gathered is not None:
-            values = torch.empty(box.sizes, dtype=tensor.dtype, device=context.device)
         else:
-            continue
-        flat = in_memory_order(values).view(torch.uint8)  # as bytes: not every backend has every dtype
-        if everywhere:
-            dist.broadcast(flat, box.rank)
-        elif box.rank != 0:
-            if context.rank == 0:
-                dist.recv(flat, box.rank)
-            else:
-                dist.send(flat, 0)
-        if gathered is not None:
+            values = torch.empty(box.sizes if is_sent else 0, dtype=tensor.dtype, device=context.device)
+        if is_sent:
+            # As bytes: not every backend has every dtype.
+            dist.broadcast(in_memory_order(values).view(torch.uint8), box.rank)
+        if gathered is not None and 0 not in box.sizes:
             gathered[slices(box.at, box.sizes)] = values.cpu()
     return gathered
 
@@ -258,40 +233,22 @@ def save_pretrained(
     names = _names_of_adapter(model, options.get("selected_adapters"))
     # Others would write what this rank holds: diffusers' and the hub's mixin look at the model's own state dict.
     if names is None and "state_dict" not in inspect.signature(getattr(model, "save_pretrained", len)).parameters:
-        raise InputError(
-            f"a {type(model).__name__} has no save_pretrained(folder, state_dict=...), unlike models of transformers "
-            "and PEFT; write the weights to a file with engine.save_weights(path)"
-        )
+        kind = type(model).__name__
+        raise InputError(f"a {kind} has no save_pretrained(folder, state_dict=...); use engine.save_weights(path)")
     weights = full_state_dict(state, context, only=names)
     if dtype is not None:
         cast = {id(value): value.to(dtype) for value in weights.values() if value.is_floating_point()}  # ties stay
         weights = {name: cast.get(id(value), value) for name, value in weights.items()}
 
     def write() -> None:
-        with _said_to_be(model, dtype):
-            model.save_pretrained(folder, state_dict=weights, **options)
+        model.save_pretrained(folder, state_dict=weights, **options)
+        file = Path(folder, "config.json")
+        if dtype is not None and file.exists():  # transformers writes the dtype of the model in training
+            config = json.loads(file.read_text())
+            config |= {key: str(dtype).removeprefix("torch.") for key in ("dtype", "torch_dtype") if key in config}
+            file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
     run_on_rank_zero(context, f"saving to {folder} failed", write)
-
-
-@contextmanager
-def _said_to_be(model: Any, dtype: torch.dtype | None) -> Iterator[None]:
-    """A scope in which transformers writes `dtype` into the model's config, which `from_pretrained` loads. It would ask
-    the model, whose weights keep their dtype."""
-    kind, has_dtype = type(model), hasattr(getattr(model, "config", None), "dtype")
-    if dtype is None or not (has_dtype and isinstance(getattr(kind, "dtype", None), property)):
-        yield
-        return
-    own, before = vars(kind).get("dtype"), model.config.dtype
-    kind.dtype = dtype
-    try:
-        yield
-    finally:
-        model.config.dtype = before
-        if own is None:
-            del kind.dtype
-        else:
-            kind.dtype = own
 
 
 def _names_of_adapter(model: Any, selected: Sequence[str] | None) -> set[str] | None:

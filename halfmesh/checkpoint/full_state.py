@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-import io
-import pickle
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import nn
 
 from ..distributed.env import ranks_by_value
 from ..parallel.comm import is_simulated
 from ..parallel.mesh import ParallelContext
 from ..parallel.shard_spec import Shape
-from ..utils.tensors import digest, has_values
 from .agreement import gather_results
+
+T = TypeVar("T")
 
 
 class Box(NamedTuple):
@@ -60,11 +58,6 @@ def find_tensors(described: Distinct, spread: bool) -> dict[str, WholeTensor]:
     return found
 
 
-def merge(by_rank: Distinct) -> dict[str, Any]:
-    """The ranks' values merged; where several have one, the first rank's."""
-    return {key: value for _, own in reversed(by_rank) for key, value in own.items()}
-
-
 def join_groups(by_rank: Distinct) -> list[list[str]]:
     """The parameters of each group in the full model, from those that each rank holds."""
     joined = [dict[str, None]() for _ in max((groups for _, groups in by_rank), key=len)]
@@ -74,74 +67,35 @@ def join_groups(by_rank: Distinct) -> list[list[str]]:
     return [list(names) for names in joined]
 
 
-class _DigestPickler(pickle.Pickler):
-    """Pickles a digest of its bits for a tensor: torch would write the address of its memory. (torch.save would not,
-    but takes several times as long for thousands of step counters, which each save compares.)"""
-
-    def persistent_id(self, value: Any) -> tuple[Any, ...] | None:
-        if type(value) not in (torch.Tensor, nn.Parameter) or not has_values(value):
-            return None
-        if value.is_quantized or value.is_meta:
-            return None
-        return type(value).__name__, str(value.device), value.requires_grad, digest(value.resolve_conj().resolve_neg())
-
-
-def stable_bytes(value: Any) -> bytes:
-    """Bytes that are equal only if values are; and if values are that the same code made, unless they have tensors that
-    are not plain (sparse)."""
-    file = io.BytesIO()
-    _DigestPickler(file).dump(value)
-    return file.getvalue()
-
-
-class Part(NamedTuple):
-    """One part of the state that a rank describes.
-
-    Attributes:
-        value: any object that can be sent.
-        encode: converts it to bytes that are equal only if values are.
-        join: computes the result from the values of all ranks.
-    """
-
-    value: Any
-    encode: Callable[[Any], bytes]
-    join: Callable[[Distinct], Any]
-
-
-class JoinedParts:
-    """Joins the parts that ranks describe. Ranks compare digests: a part is sent and joined only if it changed on a
-    rank since the last call. The first of the ranks with equal values sends them."""
+class JoinedForms:
+    """Joins what ranks describe. Ranks compare digests: the descriptions are sent and joined only if that of some rank
+    has changed since the last call. The first of the ranks with equal ones sends them."""
 
     def __init__(self) -> None:
-        self._known: dict[int, bytes] = {}  # of each part: the digest of all ranks' digests
-        self._joined: dict[int, Any] = {}
+        self._known, self._joined = b"", None  # the digest of all ranks' digests
 
-    def gather(self, context: ParallelContext, what: str, describe: Callable[[], Sequence[Part]]) -> list[Any]:
-        """Return the result of `join` for each part. All ranks call it together, with the arguments and errors of
-        `gather_results`."""
-        parts = list[Part]()
+    def gather(
+        self,
+        context: ParallelContext,
+        what: str,
+        describe: Callable[[], tuple[Any, T]],
+        join: Callable[[Distinct], Any],
+    ) -> tuple[Any, list[T]]:
+        """Return the result of `join` for the first values of `describe`, which are equal if their `repr` is; and the
+        second ones of all ranks. All ranks call it together, with the arguments and errors of `gather_results`."""
+        own = list[Any]()
 
-        def compare() -> tuple[list[bytes], dict[int, bytes]]:
-            parts.extend(describe())
-            if context.size == 1:
-                return [], {}
-            return [hashlib.sha256(part.encode(part.value)).digest() for part in parts], self._known
+        def compare() -> tuple[bytes, bytes, T]:
+            form, rest = describe()
+            own.append(form)
+            return hashlib.sha256(repr(form).encode()).digest(), self._known, rest
 
-        digests, known = zip(*gather_results(context, what, compare), strict=True)
-        if context.size == 1:
-            return [part.join([([0], part.value)]) for part in parts]
-        by_part = list(zip(*digests, strict=True))
-        holders = [ranks_by_value(dict(enumerate(of_ranks))) for of_ranks in by_part]
-        keys = {n: hashlib.sha256(b"".join(of_ranks)).digest() for n, of_ranks in enumerate(by_part)}
-        # Of every rank: one may have been interrupted the last time.
-        changed = [n for n, key in keys.items() if any(theirs.get(n) != key for theirs in known)]
-        if changed:
-            own = digests[context.rank]
-            sent = context.everyone(
-                {n: parts[n].value for n in changed if is_simulated() or holders[n][own[n]][0] == context.rank}
-            )
-            for n in changed:
-                self._known.pop(n, None)
-                self._joined[n] = parts[n].join([(ranks, sent[ranks[0]][n]) for ranks in holders[n].values()])
-                self._known[n] = keys[n]
-        return [self._joined[n] for n in keys]
+        digests, known, rests = zip(*gather_results(context, what, compare), strict=True)
+        key = hashlib.sha256(b"".join(digests)).digest()
+        if any(theirs != key for theirs in known):  # of every rank: one may have been interrupted the last time
+            holders = ranks_by_value(dict(enumerate(digests)))
+            sends = holders[digests[context.rank]][0] == context.rank or is_simulated()
+            sent = context.everyone(own[0] if sends else None)
+            self._known, self._joined = b"", join([(ranks, sent[ranks[0]]) for ranks in holders.values()])
+            self._known = key
+        return self._joined, list(rests)

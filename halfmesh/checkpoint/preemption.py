@@ -70,7 +70,6 @@ class PreemptionHook(EngineHook):
         self._directory = folder_of(self.options)
         self._step = self._saved = self.progress.global_step
         self._prepared = False
-        self._handled = sys.exception()
         self._agreement: StopAgreement | None = None
         if self.context.size > 1 and not is_simulated():
             store, blocked = own_store(self.context, connections=2)
@@ -79,17 +78,14 @@ class PreemptionHook(EngineHook):
             self._end_agreement = Finalize(self, self._agreement.close, exitpriority=1)  # if nobody closes the engine
         self._received: list[str] = []  # the requests to end the run, in order
         names = self.options.signals if hasattr(sys, "ps1") else (*self.options.signals, "SIGINT")  # not interactively
-        found = {name: find_handler(signal.Signals[name]) for name in names}
-        self._handlers = list(filter(None, found.values()))
-        for handler in self._handlers:
-            handler.listeners.add(self)
-        handled = frozenset(handler.number for handler in self._handlers)
+        own = [name for name in names if is_free(signal.Signals[name])]
+        self._handlers = [StopHandler(signal.Signals[name], self) for name in own]
         for sharded in self.loaders:
             loader = None if sharded is None else sharded.loader.loader
-            if loader is not None and loader.num_workers and handled:
+            if loader is not None and loader.num_workers and self._handlers:
+                handled = frozenset(handler.number for handler in self._handlers)
                 loader.worker_init_fn = partial(worker_ignoring_signals, handled, loader.worker_init_fn)
-        others = [name for name in self.options.signals if found[name] is None]
-        if others:
+        if others := [name for name in self.options.signals if name not in own]:
             why = "it already has a handler (or this is not the main thread); call engine.preempt() from that handler"
             _log.warning("checkpoint.signals: %s: %s", ", ".join(others), why, ranks=None)
 
@@ -120,17 +116,14 @@ class PreemptionHook(EngineHook):
 
     def close(self, error: BaseException | None) -> None:
         """Save, if requested, at the end of the loop. After an error nothing is saved, because other ranks may be at
-        another step; nor in `finally: engine.close()` while an exception propagates. (One that was being handled when
-        the engine was created does not count.)"""
+        another step; nor in `finally: engine.close()` or `except:` while an exception is handled."""
         try:
-            if error is None and sys.exception() in (None, self._handled):
+            if error is None and sys.exception() is None:
                 self._end()
         finally:
             for handler in self._handlers:
-                handler.listeners.discard(self)
-                if not handler.listeners:
-                    handler.give_way(handler.before)
-            self._handled = None
+                handler.give_way(handler.before)
+            self._handlers.clear()
             if self._agreement is not None:
                 self._end_agreement()
 
@@ -150,12 +143,12 @@ class PreemptionHook(EngineHook):
             self._prepared = True
         asks = bool(self._received)
         if not (asks if self._agreement is None else self._agreement.pass_boundary(asks)):
-            self._save_if_due(before)
+            if self._is_due(before):
+                self._save(self.options.in_background)
             return
         reason, folder = self._reason(), self._save_last()
-        _log.info(
-            "interrupted by %s: saved update %d in %s; to resume, run it again with resume='auto'", reason, step, folder
-        )
+        text = "interrupted by %s: saved update %d in %s; to resume, run it again with resume='auto'"
+        _log.info(text, reason, step, folder)
         for handler in self._handlers:
             # Python removes its own handlers when it shuts down, and a second signal would change the status.
             if handler.number is not signal.SIGINT:
@@ -173,27 +166,20 @@ class PreemptionHook(EngineHook):
 
     def _end(self) -> None:
         """End on all ranks. A signal that came after the last boundary also counts."""
-        reason = self._reason()
+        reason, step = self._reason(), self.progress.global_step
+        problem = self._diverged
         if not all(self.context.everyone(self.is_between_steps())):
-            if reason:
-                _log.warning("stop signal (%s) in the middle of an accumulation cycle: no checkpoint written", reason)
-        elif self._diverged:
+            problem = "in the middle of an accumulation cycle"
+        if problem:
             if reason or self._is_due(self._step):
-                _log.warning("the run ends%s: no checkpoint written: %s", reason and f" ({reason})", self._diverged)
-        elif not reason:
-            self._save_if_due(self._step)
-            if self.progress.global_step not in (self._saved, self.checkpointer.saved):
-                text = "the run ended at update %d without saving it; to keep it, call engine.save(%r) before it ends"
-                _log.info(text, self.progress.global_step, self.options.directory)
-        elif self.progress.global_step == self._saved:
-            _log.info("stop signal (%s) after training: there is nothing new to save", reason)
-        else:
-            folder = self._save_last()
-            _log.info("stop signal (%s) after training: saved update %d in %s", reason, self._saved, folder)
-
-    def _save_if_due(self, before: int) -> None:
-        if self._is_due(before):
+                _log.warning("the run ends%s: no checkpoint written: %s", reason and f" ({reason})", problem)
+        elif reason and step != self._saved:
+            _log.info("stop signal (%s) after training: saved update %d in %s", reason, step, self._save_last())
+        elif self._is_due(self._step):
             self._save(self.options.in_background)
+        elif step not in (self._saved, self.checkpointer.saved):
+            text = "the run ended at update %d without saving it; to keep it, call engine.save(%r) before it ends"
+            _log.info(text, step, self.options.directory)
 
     def _is_due(self, before: int) -> bool:
         """True if a multiple of `every` lies after step `before`."""
@@ -237,29 +223,27 @@ def find_resumed(config: Config, context: ParallelContext) -> Path | None:
 
 
 class StopHandler:
-    """Handler of a signal that ends a run. It only notifies the engines that listen: a handler runs between any two
-    instructions of the main thread, so it takes no lock and does not communicate.
+    """Handler of a signal that ends the run of `hook`. It only tells it: a handler runs between any two instructions of
+    the main thread, so it takes no lock and does not communicate.
 
-    If none listens any more, and at a second Ctrl-C, the handler `before` it runs instead.
-
-    Attributes:
-        listeners: the functions of engines that are neither closed nor garbage-collected.
+    If the engine is closed or garbage-collected, and at a second Ctrl-C, the handler `before` it runs instead.
     """
 
-    def __init__(self, number: signal.Signals, before: Any) -> None:
-        self.number, self.before = number, before
-        self.listeners: weakref.WeakSet[PreemptionHook] = weakref.WeakSet()
-        self._process = os.getpid()
-        self._again_at = 0.0
+    def __init__(self, number: signal.Signals, hook: PreemptionHook) -> None:
+        self.number, self.before = number, signal.getsignal(number)
+        self._hook, self._process, self._again_at = weakref.ref(hook), os.getpid(), 0.0
+        signal.signal(number, self)
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        listeners = self.listeners if os.getpid() == self._process else ()  # not in a forked process
-        asked, now = [listener.request_stop(self.number.name) for listener in listeners], time.monotonic()
-        if any(asked):
-            self._again_at = now + (AGAIN_S if "LOCAL_RANK" in os.environ else 0)
-        elif not asked or (self.number is signal.SIGINT and now > self._again_at):
-            signal.signal(number, self.before)
-            signal.raise_signal(number)
+        hook, now = self._hook(), time.monotonic()
+        if hook is not None and self in hook._handlers and os.getpid() == self._process:  # not in a forked process
+            if hook.request_stop(self.number.name):
+                self._again_at = now + (AGAIN_S if "LOCAL_RANK" in os.environ else 0)
+                return
+            if self.number is not signal.SIGINT or now <= self._again_at:
+                return
+        signal.signal(number, self.before)
+        signal.raise_signal(number)
 
     def give_way(self, other: Any) -> None:
         """Make `other` the signal's handler, unless this is not the handler any more, or cannot be replaced here."""
@@ -268,16 +252,11 @@ class StopHandler:
             signal.signal(self.number, other)
 
 
-def find_handler(number: signal.Signals) -> StopHandler | None:
-    """The handler of the signal, which may be that of an earlier engine. None: the user or a library has set one, which
-    stays; or this is not the main thread, outside of which Python allows none."""
-    if not _in_main_thread():
-        return None
+def is_free(number: signal.Signals) -> bool:
+    """Return True if the signal has no handler of the user or a library, and may get one, as in the main thread."""
     present: Any = signal.getsignal(number)
-    if present in ([signal.default_int_handler] if number is signal.SIGINT else [signal.SIG_DFL, signal.SIG_IGN]):
-        present = StopHandler(number, present)
-        signal.signal(number, present)
-    return present if isinstance(present, StopHandler) else None
+    defaults = [signal.default_int_handler] if number is signal.SIGINT else [signal.SIG_DFL, signal.SIG_IGN]
+    return _in_main_thread() and (present in defaults or isinstance(present, StopHandler))
 
 
 def _in_main_thread() -> bool:

@@ -23,16 +23,6 @@ class Stateful(Protocol):
     def load_state_dict(self, state: Any) -> Any: ...
 
 
-class Schedule(Protocol):
-    """The learning rate's schedule: the user's `scheduler` and its state after the last update, or None for both."""
-
-    scheduler: Any
-
-    def state_dict(self) -> Any: ...
-    def load_state_dict(self, state: Any) -> None: ...
-    def replay(self, start: Any, saved: Any) -> None: ...
-
-
 _Calls = tuple[Callable[[], Mapping[str, Any]], Callable[[Any], object]]
 """The functions that return the state of an object and that restore it."""
 
@@ -47,9 +37,7 @@ class AttachedState:
     def attach(self, name: str, holder: Stateful | dict[str, Any]) -> None:
         """`Engine.attach`."""
         if name in self._calls:
-            raise InputError(
-                f"engine.attach({name!r}, ...): the name is taken; choose another, or call engine.detach first"
-            )
+            raise InputError(f"engine.attach({name!r}, ...): the name is taken; choose another, or call engine.detach")
         if isinstance(holder, dict):
             calls: _Calls = holder.copy, holder.update
         else:

@@ -20,7 +20,7 @@ from ..parallel.shard_spec import Placement, Shape, whole
 from ..utils.optimizer_state import kinds_of, parts_of, saved_state
 from ..utils.param_shard import ParamShard
 from ..utils.tensors import is_compound
-from .full_state import Distinct, JoinedParts, Part, WholeTensor, find_tensors, join_groups, merge, stable_bytes
+from .full_state import Distinct, JoinedForms, WholeTensor, find_tensors, join_groups
 from .validate import IMPLEMENTATION, class_name
 
 if TYPE_CHECKING:
@@ -55,10 +55,8 @@ Boxes = dict[tuple[str, Shape], torch.Tensor]
 
 def describe(shards: Shards) -> dict[str, Any]:
     """Shape, dtype and boxes of a rank's shards, for the other ranks."""
-    return {
-        name: (shard.placement.shape, shard.tensor.dtype, [(r.at, r.sizes) for r in shard.placement.regions])
-        for name, shard in shards.items()
-    }
+    boxes = {name: [(r.at, r.sizes) for r in shard.placement.regions] for name, shard in shards.items()}
+    return {name: (shard.placement.shape, shard.tensor.dtype, boxes[name]) for name, shard in shards.items()}
 
 
 class FullState(NamedTuple):
@@ -89,7 +87,7 @@ class ShardedState:
     update: MixedPrecisionOptimizer
     parallel_model: ParallelModel
     average: WeightAverage
-    saved: JoinedParts = field(default_factory=JoinedParts)
+    saved: JoinedForms = field(default_factory=JoinedForms)
 
     def collect(
         self, context: ParallelContext, what: str, optimizer: bool = False, to_save: bool = False, to_load: bool = False
@@ -110,7 +108,7 @@ class ShardedState:
         if not to_load and (diverged := self.parallel_model.data.diverged):
             raise InputError(f"{what}: {diverged}")
 
-        def describe_own() -> list[Part]:
+        def describe_own() -> tuple[tuple[Any, ...], tuple[dict[str, Any], ...]]:
             plain = dict[str, dict[str, Any]]()
             self.update.follow_groups()  # groups added since the last step
             groups.extend(self.groups())
@@ -122,28 +120,24 @@ class ShardedState:
             if to_save:
                 shards.update(self.averages())
             described = describe(without_empty(shards) if to_save else shards)
-            names = [group["params"] for group in groups]
-            form, rest = (described, names, self.average.decay is not None), (self.extras(), plain)
-            return [Part(form, lambda form: repr(form).encode(), join_forms), Part(rest, stable_bytes, join_rest)]
+            form = described, [group["params"] for group in groups], self.average.decay is not None
+            return form, (self.extras(), plain)
 
-        def join_forms(by_rank: Distinct) -> tuple[Any, ...]:
+        def join(by_rank: Distinct) -> tuple[Any, ...]:
             shapes, names, averages = ([(ranks, form[n]) for ranks, form in by_rank] for n in range(3))
             having = [rank for ranks, has in averages if has for rank in ranks]
             if to_save and 0 < len(having) < context.size:  # each rank has its shards of the average
-                raise InputError(
-                    f"engine.averaged_model was called on {list_ranks(having)} only; call it on every rank"
-                )
+                raise InputError(f"engine.averaged_model was called on {list_ranks(having)} only; call it on all")
             tensors = find_tensors(shapes, spread=to_save)
             own = {name: [box for box in tensor.boxes if box.rank == context.rank] for name, tensor in tensors.items()}
             if to_save and context.rank != 0:  # only rank 0 writes the index of all
                 tensors = {name: tensor._replace(boxes=own[name]) for name, tensor in tensors.items()}
             return tensors, [(name, box.at) for name, boxes in own.items() for box in boxes], join_groups(names)
 
-        def join_rest(by_rank: Distinct) -> list[dict[str, Any]]:
-            return [merge([(ranks, rest[n]) for ranks, rest in by_rank]) for n in range(2)]
-
-        joined = self.saved if to_save else JoinedParts()  # saves repeat
-        (tensors, written, names), (extras, plain) = joined.gather(context, what, describe_own)
+        joined = self.saved if to_save else JoinedForms()  # saves repeat
+        (tensors, written, names), rests = joined.gather(context, what, describe_own, join)
+        extras = {key: value for own, _ in reversed(rests) for key, value in own.items()}
+        plain = {key: value for _, own in reversed(rests) for key, value in own.items()}
         groups = [group | {"params": params} for group, params in zip(groups, names, strict=True)]
         return FullState(shards, tensors, written, extras, plain, groups)
 
@@ -181,13 +175,10 @@ class ShardedState:
         """The tensors to write new weights into, in full precision: masters, which must be `joined`, originals, or
         the model's. `publish` follows."""
         masters, originals = self.update.master_weights.masters, self.update.master_weights.originals
-        found = {
-            name: TensorShard(
-                masters[shard.param].detach() if shard.param in masters else originals.target(shard.param),
-                self.parallel_model.placement(shard),
-            )
-            for shard, name in self.names()
-        }
+        found: Shards = {}
+        for shard, name in self.names():
+            held = masters[shard.param].detach() if shard.param in masters else originals.target(shard.param)
+            found[name] = TensorShard(held, self.parallel_model.placement(shard))
         own = dict(self.model.named_buffers(remove_duplicate=False))
         for name, key in self._buffers(self.model.state_dict()).items():
             found[name] = TensorShard(originals.target(own[key]), whole(own[key].shape))
@@ -266,10 +257,8 @@ class ShardedState:
         """The optimizer's groups, with the names of this rank's parameters."""
         masters = self.update.master_weights
         names = {id(masters.target(shard)): name for shard, name in self.trained()}
-        return [
-            {**group, "params": [names[id(param)] for param in group["params"]]}
-            for group in masters.optimizer.param_groups
-        ]
+        groups = masters.optimizer.param_groups
+        return [{**group, "params": [names[id(param)] for param in group["params"]]} for group in groups]
 
     def optimizer_state(self) -> tuple[Shards, dict[str, dict[str, Any]]]:
         """The tensors of the optimizer's state; and the rest, by parameter and key. Raises InputError for state whose
@@ -282,10 +271,7 @@ class ShardedState:
             if type(part).state_dict is not torch.optim.Optimizer.state_dict:
                 own += [repr(key) for key in part.state_dict() if key not in ("state", "param_groups")]
         if own:
-            raise InputError(
-                f"{kind} keeps state that belongs to no parameter, {shorten(own)}, which cannot be saved; keep it in "
-                "the param_groups"
-            )
+            raise InputError(f"{kind} keeps state of no parameter, {shorten(own)}; keep it in the param_groups")
         plain: dict[str, dict[str, Any]] = {}
         for name, (shard, placement) in self._stepped().items():
             target = masters.target(shard)
@@ -300,21 +286,18 @@ class ShardedState:
                 elif not is_tensor and (placement.is_whole or isinstance(value, (Number, str, type(None)))):
                     plain.setdefault(name, {})[key] = value
                 else:
-                    raise InputError(
-                        f"{kind} keeps a {type(value).__name__} as state {key!r} of {name}, of which this rank holds a "
-                        f"shard, {tuple(target.shape)} of {placement.shape}; its position in the full state is not "
-                        "known. Use AdamW or another optimizer whose state has the parameter's shape"
-                    )
+                    problem = f"{kind} keeps a {type(value).__name__} as state {key!r} of {name}, a shard"
+                    raise InputError(f"{problem}; use an optimizer whose state has the parameter's shape")
         return shards, plain
 
     def _stepped(self) -> dict[str, tuple[ParamShard, Placement]]:
         """Those of `trained` whose state this rank may hold, and where that lies; of tensors with elements."""
-        found = {name: (shard, self.parallel_model.state_placement(shard)) for shard, name in self.trained()}
-        return {
-            name: (shard, placement)
-            for name, (shard, placement) in found.items()
-            if placement is not None and 0 not in placement.shape
-        }
+        found = dict[str, tuple[ParamShard, Placement]]()
+        for shard, name in self.trained():
+            placement = self.parallel_model.state_placement(shard)
+            if placement is not None and 0 not in placement.shape:
+                found[name] = shard, placement
+        return found
 
     def state_targets(
         self, saved: Mapping[str, Any], plain: Mapping[str, Mapping[str, Any]]

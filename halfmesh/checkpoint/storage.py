@@ -90,31 +90,23 @@ class Stored:
         return f"loading {self.folder} failed after some weights had changed; create the engine again"
 
 
-def write(
-    unfinished: Path,
-    snapshot: Snapshot,
-    keep: int | None,
-    context: ParallelContext,
-    what: str,
-    messages: StoreMessages,
-) -> None:
+def write(unfinished: Path, snapshot: Snapshot, keep: int | None, what: str, messages: StoreMessages) -> None:
     """Write a checkpoint into the folder of `begin`, and give it its name. All ranks together, perhaps each in a
     thread; `keep` as of `finish`, `what` and errors as of `gather_results`."""
     from . import dcp
 
+    rank = messages.context.rank
+
     def write_own() -> tuple[list[Any], dict[str, tuple[int, str]]]:
         if not unfinished.is_dir():
-            problem = (
-                f"rank 0 created {unfinished}, but this machine cannot see it; use a folder that all machines share"
-            )
-            raise CheckpointError(problem)
-        names = [rank_file(context.rank)]
+            raise CheckpointError(f"this machine cannot see {unfinished}; use a folder that all machines share")
+        names = [rank_file(rank)]
         write_file(unfinished / names[0], snapshot.own)
-        if context.rank == 0:
+        if rank == 0:
             names.append(COMMON)
             write_file(unfinished / COMMON, snapshot.common)
-        results = dcp.write(snapshot.boxes, snapshot.tensors, unfinished, context.rank)
-        names += [path.name for path in unfinished.glob(f"__{context.rank}_*")]
+        results = dcp.write(snapshot.boxes, snapshot.tensors, unfinished, rank)
+        names += [path.name for path in unfinished.glob(f"__{rank}_*")]
         return results, {name: size_and_digest(unfinished / name) for name in names}
 
     def complete(everyone: list[tuple[list[Any], dict[str, tuple[int, str]]]]) -> None:
@@ -127,10 +119,10 @@ def write(
         _log.info("saved step %d to %s: %s", snapshot.about["step"], final, readable(size))
 
     try:
-        everyone = messages.gather_results(context, what, write_own)
-        messages.gather_results(context, what, lambda: complete(everyone) if context.rank == 0 else None)
+        everyone = messages.gather_results(what, write_own)
+        messages.gather_results(what, lambda: complete(everyone) if rank == 0 else None)
     except HalfmeshError:
-        if context.rank == 0:  # the disk may be full
+        if rank == 0:  # the disk may be full
             shutil.rmtree(unfinished, ignore_errors=True)
         raise
 
@@ -139,8 +131,6 @@ def read_intact(folder: Path, what: str, context: ParallelContext) -> dict[str, 
     """The manifest of the checkpoint at `folder`. All ranks together: each reads some of the files, and all raise
     CheckpointError if any is damaged."""
     manifest = run_on_rank_zero(context, what, lambda: read_manifest(folder))
-    if manifest["format"] != FORMAT:
-        return manifest
     share = sorted(manifest["files"].items())[context.rank :: context.size]
 
     def find_damaged() -> list[str]:
@@ -149,20 +139,24 @@ def read_intact(folder: Path, what: str, context: ParallelContext) -> dict[str, 
             name for name, known in share if not paths[name].is_file() or size_and_digest(paths[name]) != tuple(known)
         ]
 
-    damaged = sorted(name for theirs in gather_results(context, what, find_damaged) for name in theirs)
-    if damaged:
+    if damaged := sorted(name for theirs in gather_results(context, what, find_damaged) for name in theirs):
         names = shorten(damaged)
         raise CheckpointError(f"{what}: {folder} is damaged: {names} (missing, or changed); take another checkpoint")
     return manifest
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The content of `manifest.json`, intact if its format is `FORMAT`. Raises CheckpointError."""
+    """The content of `manifest.json`, which is intact. Raises CheckpointError, or InputError for another format."""
     path = folder / MANIFEST
     try:
         content: dict[str, Any] = json.loads(path.read_bytes())
-        if content["format"] == FORMAT and content.pop("sha256") != _digest(content):
+        if content["format"] != FORMAT:
+            problem = f"{folder} has the format {content['format']!r}, but this version of halfmesh reads {FORMAT}"
+            raise InputError(f"{problem}; load it with the version that wrote it, or a later one")
+        if content.pop("sha256") != _digest(content):
             raise ValueError("its sha256 does not match its content")
+    except InputError:
+        raise
     except FileNotFoundError:
         raise CheckpointError(f"{folder} is not a checkpoint: it has no {MANIFEST}") from None
     except (KeyError, ValueError, TypeError) as error:
@@ -220,8 +214,8 @@ def finish(unfinished: Path, keep: int | None) -> Path:
     for path in [*same_step, *rest[len(kept) :]]:
         _remove(path)
     if kept and kept[0].name > final.name:  # the run went back to an earlier checkpoint
-        later = f"saved {final}, but the same folder has {kept[0].name}, from a later step"
-        _log.warning("%s, which resume='auto' would load; if you went back on purpose, remove that one", later)
+        text = "saved %s, but resume='auto' would load %s, of a later step; if you went back on purpose, remove that"
+        _log.warning(text, final, kept[0].name)
     return final
 
 
@@ -229,9 +223,9 @@ def _model(path: Path) -> tuple[Any, Any] | None:
     """The model of a checkpoint, and its engine's name. None: `path` is not a checkpoint of halfmesh."""
     try:
         manifest = read_manifest(path)
-    except (CheckpointError, OSError):
+    except (HalfmeshError, OSError):
         return None
-    return None if manifest["format"] != FORMAT else (manifest["model"], engine_name(manifest))
+    return manifest["model"], engine_name(manifest)
 
 
 def engine_name(manifest: Mapping[str, Any]) -> Any:
@@ -253,8 +247,8 @@ def find(directory: Path, context: ParallelContext) -> Stored:
     """The checkpoint in `directory`, or the newest intact one of those in it. All ranks together.
 
     Raises:
-        CheckpointError: there is none, or none that is intact; a newer version of halfmesh wrote it; or its small files
-            hold more than data.
+        CheckpointError: there is none, or none that is intact; or its small files hold more than data.
+        InputError: a newer version of halfmesh wrote it.
     """
     what = f"loading from {directory} failed"
     candidates = run_on_rank_zero(context, what, lambda: _candidates(directory))
@@ -267,11 +261,6 @@ def find(directory: Path, context: ParallelContext) -> Stored:
                 raise
             damaged.append(str(error).removeprefix(f"{what}: "))
             continue
-        if manifest["format"] != FORMAT:  # an older checkpoint in the folder is not the one requested
-            raise CheckpointError(
-                f"{what}: {folder} has the format {manifest['format']!r}, but this version of halfmesh reads format "
-                f"{FORMAT}; load it with the version that wrote it, or a later one"
-            )
         if damaged:
             _log.warning("%s", bullet_list(f"loading {folder}, because newer checkpoints are damaged:", damaged))
         return run_on_all_ranks(context, what, partial(_open, folder, manifest, context.rank))
@@ -328,10 +317,8 @@ def lock(folder: Path, held: dict[Path, IO[str]]) -> None:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
         file.seek(0)
-        raise CheckpointError(
-            f"another job saves into {folder} ({file.read(200)}), and each job would remove checkpoints of the other; "
-            f"end that job first, or use another folder. (If its machine is gone, remove {folder / LOCK}.)"
-        ) from None
+        problem = f"another job saves into {folder} ({file.read(200)}); end it first, or use another folder"
+        raise CheckpointError(f"{problem} (if its machine is gone, remove {folder / LOCK})") from None
     except OSError as error:
         _log.warning("could not lock %s (%s); make sure that no other job saves there", folder, error)
         return
@@ -368,10 +355,7 @@ def as_bytes(content: Mapping[str, Any]) -> bytes:
         unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(buffer)
     if unsafe:
         names = ", ".join(sorted(unsafe))
-        raise InputError(
-            f"{names} in the state of {', '.join(content)} cannot be saved, because loading it could run code. Keep "
-            "such objects out of state dicts"
-        )
+        raise InputError(f"{names} in the state of {', '.join(content)}: loading it could run code; leave it out")
     return buffer.getvalue()
 
 

@@ -6,19 +6,19 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, zip_longest
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch.optim import Optimizer
 
-from ..config.config import Config
 from ..config.text import as_json
 from ..errors import InputError, bullet_list, counted, cut, did_you_mean, find_near, shorten, show
 from ..utils.log import get_logger
 from ..utils.optimizer_state import parts_of
-from .rank_state import Schedule
+
+if TYPE_CHECKING:
+    from ..engine.lr_scheduler import LRAdvance
 
 _log = get_logger(__name__)
 
@@ -35,25 +35,17 @@ def class_name(value: object) -> str:
 def reject_unfit(update: Mapping[str, Any], scalers: int, owner: str) -> None:
     """Raise InputError if `update` was not saved by an `owner` with this many loss scalers."""
     if "scalers" not in update:
-        raise InputError(
-            f"this is not the state of an {owner}: pass what {owner}.state_dict() returned (for a model's state, call "
-            "model.load_state_dict)"
-        )
+        raise InputError(f"this is not the state of an {owner}: pass what {owner}.state_dict() returned")
     if len(update["scalers"]) != scalers:
-        raise InputError(
-            f"the state was saved with {counted(len(update['scalers']), 'loss scale')}, but this run trains with "
-            f"{scalers}; use the precision and num_losses that it was saved with"
-        )
+        saved = counted(len(update["scalers"]), "loss scale")
+        raise InputError(f"the state has {saved}, this run {scalers}; use the precision and num_losses of the state")
 
 
 def reject_other_shards(saved: Mapping[str, int], own: Mapping[str, int]) -> None:
     """Raise InputError if a state with the coordinates `saved` is of other shards of the model than this rank's."""
     if dict(saved) != dict(own):
-        words = [", ".join(f"{key} {value}" for key, value in each.items()) for each in (saved, own)]
-        raise InputError(
-            f"the state is from {words[0]}, but this rank is {words[1]}; load what the same rank saved in the same "
-            "layout (for any layout, use engine.save and engine.load)"
-        )
+        theirs, mine = (", ".join(f"{key} {value}" for key, value in each.items()) for each in (saved, own))
+        raise InputError(f"the state is from {theirs}, but this rank is {mine}; use engine.save and engine.load")
 
 
 # -- checkpoints and files of weights ----------------------------------------------------------------------------------
@@ -68,13 +60,9 @@ def model_problems(model: Mapping[str, Any], saved: Mapping[str, Any], source: s
         yield f"{source} has no {shorten([f'{name} (but {n})' if n else name for name, n in near.items()])}"
     if unexpected:
         yield f"the model has no {shorten(unexpected)}"
-    other = [
-        f"{name} ({saved[name]} in {source}, {model[name]} here)"
-        for name in sorted(model.keys() & saved.keys())
-        if saved[name] != model[name]
-    ]
+    other = [name for name in sorted(model.keys() & saved.keys()) if saved[name] != model[name]]
     if other:
-        yield f"different shapes: {shorten(other)}"
+        yield f"different shapes: {shorten([f'{n} ({saved[n]} in {source}, {model[n]} here)' for n in other])}"
 
 
 def optimizer_problems(
@@ -89,48 +77,18 @@ def optimizer_problems(
     kinds = {"lr_scheduler": (common["lr_class"], scheduler), "optimizer": (common["optimizer"], optimizer)}
     for what, (kind, own) in kinds.items():
         if own is not None and kind not in (None, class_name(own)):
-            yield (
-                f"it was saved with the {what} {kind}, but this is {class_name(own)}; use the same class, or load "
-                "only the weights with engine.load_weights"
-            )
+            yield f"it was saved with the {what} {kind}, but this is {class_name(own)}; use the same class"
     if common["optimizer"] != class_name(optimizer):
         return
     mine, saved = ([sorted(group["params"]) for group in each] for each in (groups, common["groups"]))
     if sorted(mine) != sorted(saved):
         other = sorted(set(chain(*mine)) ^ set(chain(*saved)))
-        yield (
-            f"its optimizer has groups of {list(map(len, saved))} parameters, but this one has groups of "
-            f"{list(map(len, mine))}{f' (not in both: {shorten(other)})' if other else ''}; build the same groups"
-        )
+        sizes = f"its optimizer has groups of {list(map(len, saved))} parameters, this one of {list(map(len, mine))}"
+        yield f"{sizes}{f' (not in both: {shorten(other)})' if other else ''}; build the same groups"
     elif mine != saved and scheduler is not None and common["lr_class"] is not None:
         order = [str(saved.index(group)) for group in mine]
-        yield (
-            f"its optimizer's groups are here in the order {shorten(order)}: lr_scheduler's state goes by group "
-            "number, so learning rates would be swapped; build the groups in the saved order, or give initialize no "
-            "lr_scheduler"
-        )
-
-
-def warn_of_other_batch(
-    folder: Path, about: Mapping[str, Any], position: Mapping[str, Any] | None, config: Config, loader: Any, ranks: int
-) -> None:
-    """Warn if updates take another number of samples because there is another number of data ranks.
-
-    Args:
-        about, position: the manifest of a checkpoint, and its position in the data; None: it has none.
-        loader: this run's EngineDataLoader, or None.
-        ranks: this run's number of data ranks.
-    """
-    if position is None or loader is None or config.global_batch_size is not None or about["layout"]["data"] == ranks:
-        return
-    (unit, step), (own_unit, own_step) = position["share"], loader.loader.order
-    before, now = step * about["config"]["gradient_accumulation"], own_step * config.gradient_accumulation
-    if unit == own_unit == "samples" and before != now:
-        _log.warning(
-            "%s was saved by a run on %s with %d samples per update; on %s an update has %d. To keep the number, set "
-            "global_batch_size = %d",
-            *(folder, counted(about["layout"]["data"], "data rank"), before, counted(ranks, "data rank"), now, before),
-        )
+        problem = f"its optimizer's groups are here in the order {shorten(order)}: lr_scheduler would swap the rates"
+        yield f"{problem}; build the groups in the saved order"
 
 
 # -- settings that a load overwrites with those of another run ---------------------------------------------------------
@@ -154,13 +112,13 @@ class GivenSettings:
     Training changes settings, so two runs are compared by their initial ones.
     """
 
-    def __init__(self, lr: Schedule, optimizer: Optimizer) -> None:
+    def __init__(self, lr: LRAdvance, optimizer: Optimizer) -> None:
         self._lr = lr
         self._optimizer = optimizer
         self._given = self.in_force = self._describe()
+        self._rates: tuple[str, ...] = _RATES
         self._groups = [_copy_settings(group) for group in optimizer.param_groups]
         self._schedule = copy.deepcopy(lr.state_dict()) if can_go_on(lr.scheduler) else None
-        self._rates: tuple[str, ...] = _RATES
 
     def reject_unkept(self, keep: Sequence[str], saved: Any) -> None:
         """Raise InputError if `keep` is unknown, or this run's schedule cannot go on where the `saved` one was."""
@@ -169,11 +127,10 @@ class GivenSettings:
             near = "".join(did_you_mean(name, KEPT) for name in names if name not in KEPT)
             raise InputError(f"keep={show(keep)}: expected a tuple of some of {KEPT}{near}")
         if "lr_scheduler" in keep and self._lr.scheduler is not None and not (self._schedule and can_go_on(saved)):
-            raise InputError(
-                f"keep={show(keep)}: the schedule of this run, or the saved one, counts no steps (as "
-                "ReduceLROnPlateau), so it cannot be advanced to the saved step; load without it, and change "
-                "engine.lr_scheduler after the load"
+            problem = (
+                f"keep={show(keep)}: the schedule of this run or the saved one counts no steps (ReduceLROnPlateau)"
             )
+            raise InputError(f"{problem}; load without it, and change engine.lr_scheduler after the load")
 
     def loaded(self, source: object, given: Settings, keep: Sequence[str], saved: Any) -> None:
         """After a load from `source`: put back what `keep` names, and warn of each setting that now differs from this
@@ -186,10 +143,8 @@ class GivenSettings:
         moves_momentum = any("max_momentum" in group for group in (*self._groups, *self._optimizer.param_groups))
         self._rates = (*_RATES, *_MOMENTA) if moves_momentum else _RATES
         pairs = list(zip_longest(given, self._given, fillvalue=dict[str, Any]()))
-        self.in_force = [
-            {**(theirs or own), **{key: value for key, value in own.items() if self._kind(key) in keep}}
-            for theirs, own in pairs
-        ]
+        kept = [{key: value for key, value in own.items() if self._kind(key) in keep} for _, own in pairs]
+        self.in_force = [(theirs or own) | own_kept for (theirs, own), own_kept in zip(pairs, kept, strict=True)]
         keeps_schedule = "lr_scheduler" in keep and self._lr.scheduler is not None
         if keeps_schedule:
             self.in_force[0] = self._given[0]
@@ -215,11 +170,7 @@ class GivenSettings:
                     lines.setdefault(key, {})[f"{show(theirs[key])}{moved}, not {show(value)}"] = None
         if lines:
             kinds = tuple(sorted({*keep, *map(self._kind, lines)}))
-            title = (
-                f"{source} was saved with other settings, which replace those of this run; to keep those of this run, "
-                f"load with keep={kinds}, or set them after the load (engine.optimizer.param_groups, "
-                "engine.lr_scheduler):"
-            )
+            title = f"{source}: its settings replace this run's; to keep this run's, load with keep={kinds}:"
             _log.warning("%s", bullet_list(title, [f"{key}: {cut('; '.join(of))}" for key, of in lines.items()]))
 
     def _kind(self, name: str) -> str:
@@ -230,12 +181,11 @@ class GivenSettings:
     def _describe(self) -> Settings:
         scheduler = self._lr.state_dict()
         if isinstance(scheduler, list):
-            found = [dict(_flatten("", {"lr_scheduler": scheduler}))]
+            settings = _flatten("", {"lr_scheduler": scheduler})
         else:
-            found = [dict(_flatten("lr_scheduler ", scheduler if isinstance(scheduler, Mapping) else {}))]
-        for group in self._optimizer.param_groups:
-            found.append(dict(_flatten("optimizer ", {**group, "lr": group.get("initial_lr", group.get("lr"))})))
-        return found
+            settings = _flatten("lr_scheduler ", scheduler if isinstance(scheduler, Mapping) else {})
+        groups = [{**group, "lr": group.get("initial_lr", group.get("lr"))} for group in self._optimizer.param_groups]
+        return [dict(settings), *(dict(_flatten("optimizer ", group)) for group in groups)]
 
 
 def _copy_settings(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -48,8 +48,6 @@ def loop(engine, when=NOWHERE, lr=None):
         for x, y in engine.dataloader:
             seen.append(step(engine, x, y))
             when(engine)
-            if lr == "steps":
-                engine.lr_scheduler.step()
         if lr == "epochs":
             engine.lr_scheduler.step()
     return seen

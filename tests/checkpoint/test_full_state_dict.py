@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from torch import nn
@@ -102,20 +100,3 @@ def test_it_is_that_of_one_process():
             step(model, loaded, x)
             step(expected, optimizer, x)
         torch.testing.assert_close(dict(model.state_dict()), dict(expected.state_dict()), **TOLERANCES)
-
-
-def test_it_is_a_copy_and_without_an_optimizer_nothing_is_said_of_its_state():
-    model = make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    engine = halfmesh.initialize(model, optimizer, config={}, device="cpu")
-    weights = engine.full_state_dict()
-    before = copy.deepcopy(weights)
-    with torch.no_grad():
-        for param in model.parameters():
-            param.add_(1)
-    torch.testing.assert_close(weights, before, rtol=0, atol=0)
-    optimizer.state[model[1][0].weight]["odd"] = object()
-    torch.testing.assert_close(engine.full_state_dict()["0.by"], before["0.by"])
-    engine.close()
-    with pytest.raises(halfmesh.InputError, match="this engine is closed"):
-        engine.full_state_dict()

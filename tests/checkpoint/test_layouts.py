@@ -115,7 +115,6 @@ def compare(cells, folder):
 
 RING = [("one", "none"), ("zero1", "naive"), ("fsdp", "torch"), ("tp2", "naive"), ("pp2", "none")]
 ODD = [(f"odd {layout}", "naive") for layout in ("one", "pp2", "zero1", "fsdp")]
-FOUR = [("one", "none"), ("tp2_fsdp2", "naive"), ("pp2_zero1", "torch")]
 
 
 @pytest.mark.promise(
@@ -125,9 +124,7 @@ FOUR = [("one", "none"), ("tp2_fsdp2", "naive"), ("pp2_zero1", "torch")]
     page="checkpoints.md",
 )
 @pytest.mark.sends
-@pytest.mark.parametrize(
-    "ring", [RING, ODD, pytest.param(FOUR, marks=pytest.mark.slow)], ids=["two ranks", "odd shapes", "four ranks"]
-)
+@pytest.mark.parametrize("ring", [RING, ODD], ids=["two ranks", "odd shapes"])
 def test_a_checkpoint_goes_from_layout_to_layout(ring, tmp_path):
     """Files hold whole tensors, whoever wrote them: so each cell loads once what another saved, in a precision that
     changes on the way, and all states are compared to the bit."""
@@ -146,8 +143,7 @@ class Numbered(Dataset):
 
 
 def samples_seen(rank, world_size, layout, folder, save_at=None, batch=8):
-    """What two epochs give, with a save on the way; or what is left of them after a load. The dropout of the first
-    batches. And the log."""
+    """The batches of two epochs, with a save on the way, or of what is left after a load; dropout masks; the log."""
     torch.manual_seed(1 if save_at else 2)
     engine = halfmesh.initialize(
         Net(dropout=0.5 if world_size > 1 else 0.0),  # in one process it draws from what the order is drawn from
@@ -180,29 +176,20 @@ def in_runs(rank, world_size, runs):
     return [samples_seen(rank, world_size, *run) for run in runs]
 
 
-def joined(mine, theirs):
-    """The batches of two data ranks, as one process has them."""
-    pairs = zip(mine, theirs, strict=True)
-    return [[sample for both in zip(*pair, strict=True) for sample in both] for pair in pairs]
-
-
 def test_an_epoch_goes_on_at_the_same_sample_in_another_layout(tmp_path):
     """And so does the next one, although other numbers were seeded. Dropout is drawn anew, and that is said."""
     one, dp2 = str(tmp_path / "one"), str(tmp_path / "dp2")
     whole, _, _ = samples_seen(0, 1, "one", one, 2)
-    runs = [("dp2", dp2, 2), ("dp2", dp2), ("dp2", one), ("tp2", dp2)]
-    first, second = run_ranks(in_runs, 2, runs)
-    assert len(whole) == 8
-    assert joined(first[0][0], second[0][0]) == whole
-    assert joined(first[1][0], second[1][0]) == joined(first[2][0], second[2][0]) == whole[2:]
-    assert first[3][0] == second[3][0] == whole[2:]
+    first, second = run_ranks(in_runs, 2, [("dp2", dp2, 2), ("dp2", one), ("tp2", dp2)])
+    pairs = zip(first[1][0], second[1][0], strict=True)
+    assert [[sample for both in zip(*pair, strict=True) for sample in both] for pair in pairs] == whole[2:]
+    assert first[2][0] == second[2][0] == whole[2:]
     dropped = [ranks[0][1] for ranks in (first, second)]
     assert dropped[0] != dropped[1]
-    for (_, _, said), anew in zip(first[1:], (False, True, True), strict=True):
-        assert not [words for words in said if "change during training" in words], "of a buffer that the load wrote"
-        assert ("it was saved in another layout: random numbers (dropout) start from a new seed" in said[-1]) == anew
+    for _, _, said in first[1:]:
+        assert "it was saved in another layout: random numbers (dropout) start from a new seed" in said[-1]
     assert not any(mask in dropped[0] + dropped[1] for ranks in (first, second) for mask in ranks[2][1])
-    for batch, number, left in ((8, 6, whole[2:]), (4, 12, whole[2:]), (5, 7, whole[4:])):
+    for batch, number, left in ((4, 12, whole[2:]), (5, 7, whole[4:])):
         seen, _, said = samples_seen(0, 1, "one", dp2, None, batch)
         assert (sum(seen, []), len(seen)) == (sum(left, []), number)  # noqa: RUF017 - they are few
-    assert "2 batches of epoch 0 were trained on, which is not a position in this run's order" in said[-1]
+    assert "2 batches of epoch 0 are not a position in this run's order: training continues with epoch 1" in said[-1]

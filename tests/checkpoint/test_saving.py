@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import nn
 
-from halfmesh.checkpoint import storage
 from halfmesh.checkpoint.storage import LOCK
 from halfmesh.distributed.local_ranks import RankError
 from halfmesh.errors import CheckpointError, InputError
@@ -29,29 +28,22 @@ def names_in(folder):
     return sorted(path.name for path in Path(folder).iterdir() if path.name != LOCK)
 
 
-def kill_at(folder, moment):
-    """Ends this process at its `moment`-th use of a file there. Returns the count of what is left."""
-    left = [moment]
+def killed_while_saving(rank, world_size, folder, moment):
+    """Ends this process at its `moment`-th use of a file there. Returns the number of uses."""
+    (engine := make_small()).load(folder)
+    train(engine, 1)
+    uses = []
 
     def watch(event, args):
         # What is removed is named within its folder.
         if event == "os.remove" or (event in FILE_EVENTS and str(folder) in os.fsdecode(str(args[0]))):
-            left[0] -= 1
-            if left[0] < 0:
+            uses.append(event)
+            if len(uses) > moment:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(watch)
-    return left
-
-
-def killed_while_saving(rank, world_size, folder, moment, layout="one"):
-    """The last rank is."""
-    engine = make_engine(layout, "none")
-    engine.load(folder)
-    train(engine, 1)
-    left = kill_at(folder, moment) if rank == world_size - 1 else [0]
     engine.save(folder, keep=1)
-    return moment - left[0]
+    return len(uses)
 
 
 def test_a_save_that_is_killed_leaves_what_was_there(tmp_path):
@@ -60,7 +52,7 @@ def test_a_save_that_is_killed_leaves_what_was_there(tmp_path):
     engine.save(tmp_path)
     engine.close()
     uses = run_ranks(killed_while_saving, 1, str(tmp_path), 10**6, fresh=True)[0]
-    for moment in [0, 24, uses // 2, *range(uses - 12, uses, 3)]:
+    for moment in [24, *range(uses - 12, uses, 4)]:
         step = int(max(name for name in names_in(tmp_path) if name.startswith("step"))[5:])
         for path in tmp_path.glob(".step-*"):  # or else this save, too, would begin with removing it
             shutil.rmtree(path)
@@ -76,19 +68,7 @@ def test_a_save_that_is_killed_leaves_what_was_there(tmp_path):
     assert names_in(tmp_path) == [place.name]  # what the others left is gone
 
 
-@pytest.mark.distributed
-def test_one_rank_is_killed(tmp_path):
-    train(engine := make_engine("one", "none"), 1)
-    place = engine.save(tmp_path)
-    engine.close()
-    with pytest.raises(RankError):
-        run_ranks(killed_while_saving, 2, str(tmp_path), 1, "zero1", timeout=20)
-    assert make_engine("one", "none").load(tmp_path) == place
-    assert names_in(tmp_path) == [".step-00000002.tmp", place.name]
-
-
-def disk_is_full(rank, world_size, folder, in_background):
-    """On rank 1 only. What every rank was told, and what is there."""
+def disk_is_full(rank, world_size, folder):
     engine, words = make_engine("tp2", "none"), ""
     train(engine, 1)
     engine.save(folder)
@@ -98,7 +78,7 @@ def disk_is_full(rank, world_size, folder, in_background):
     if rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (5000, before[1]))  # more than the ranks' store
     try:
-        engine.save(folder, in_background=in_background)
+        engine.save(folder, in_background=True)
         engine.wait_for_save()
     except CheckpointError as error:
         words = str(error)
@@ -108,9 +88,8 @@ def disk_is_full(rank, world_size, folder, in_background):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("in_background", [False, True])
-def test_a_full_disk_on_one_rank_is_told_on_all(in_background, tmp_path):
-    (words, *there), other = run_ranks(disk_is_full, 2, str(tmp_path), in_background)
+def test_a_full_disk_on_one_rank_is_told_on_all(tmp_path):
+    (words, *there), other = run_ranks(disk_is_full, 2, str(tmp_path))
     assert (words, *there) == other
     assert f"saving step 2 to {tmp_path} failed; earlier checkpoints are unchanged:\n  - rank 1 (tp 1): " in words
     assert os.strerror(errno.EFBIG) in words
@@ -122,23 +101,18 @@ def test_saves_that_are_rejected_leave_what_is_there(tmp_path):
     place = engine.save(tmp_path)
     (tmp_path / "file").write_text("in the way")
     failed = r"saving step 0 to .*file failed; earlier checkpoints are unchanged: Fil"
-    for error, words, folder, keep in (
-        (CheckpointError, failed, tmp_path / "file", None),
-        (InputError, "keep=0: expected a whole number, 1 or more", tmp_path, 0),
-        (InputError, "keep=-1: expected a whole number, 1 or more", tmp_path, -1),
-    ):
-        with pytest.raises(error, match=words):
-            engine.save(folder, keep=keep)
+    with pytest.raises(CheckpointError, match=failed):
+        engine.save(tmp_path / "file")
+    with pytest.raises(InputError, match="keep=0: expected a whole number, 1 or more"):
+        engine.save(tmp_path, keep=0)
     x, y = next(iter(engine.dataloader))
     engine.backward(engine.criterion(engine(x), y))
-    with pytest.raises(
-        InputError, match=r"engine\.save\(\) was called in the middle of a cycle, after microbatch 1 of 2, and"
-    ):
+    with pytest.raises(InputError, match=r"engine\.save\(\) was called in the middle of a cycle, after microbatch 1"):
         engine.save(tmp_path)
     assert names_in(tmp_path) == ["file", place.name]
 
 
-def test_keep(tmp_path):
+def test_keep(tmp_path, caplog):
     engine = make_small()
     for _ in range(4):
         train(engine, 1)
@@ -147,18 +121,10 @@ def test_keep(tmp_path):
     assert engine.save(tmp_path).name == "step-00000004.1"  # of the same step: never in the place of a complete one
     assert names_in(tmp_path) == ["step-00000003", "step-00000004.1"]
     assert make_small().load(tmp_path).name == "step-00000004.1"
-
-
-def test_a_run_that_went_back_is_warned_of_later_checkpoints(tmp_path, caplog):
-    engine = make_small()
-    for _ in range(3):
-        train(engine, 1)
-        engine.save(tmp_path)
     assert "later step" not in caplog.text
-    engine.load(tmp_path / "step-00000001")
-    train(engine, 1)
-    assert engine.save(tmp_path).name == "step-00000002.1"
-    assert "step-00000002.1, but the same folder has step-00000003, from a later step" in caplog.text
+    engine.load(tmp_path / "step-00000003")
+    assert engine.save(tmp_path).name == "step-00000003.1"
+    assert "step-00000003.1, but resume='auto' would load step-00000004.1, of a later step; if you went" in caplog.text
 
 
 def test_only_checkpoints_of_this_model_are_removed(tmp_path):
@@ -173,9 +139,3 @@ def test_only_checkpoints_of_this_model_are_removed(tmp_path):
         assert [place.name for place in places] == [f"step-0000000{number}.{again}" for again in (1, 2)]
     assert names_in(tmp_path) == ["step-00000001", "step-00000002", "step-00000002.1", "step-00000002.2"]
     assert (tmp_path / "step-00000001" / "notes.txt").exists()
-
-
-def test_a_folder_that_is_not_shared(tmp_path, monkeypatch):
-    monkeypatch.setattr(storage, "begin", lambda directory, step: directory / "made by rank 0, on another disk")
-    with pytest.raises(CheckpointError, match="but this machine cannot see it; use a folder that all machines share"):
-        make_engine("one", "none").save(tmp_path)

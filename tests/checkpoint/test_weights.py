@@ -7,21 +7,11 @@ import json
 
 import pytest
 import torch
-from torch import nn
 
 import halfmesh
 from halfmesh.errors import CheckpointError, InputError
 from tests.composition.workloads import criterion, find_workload
-from tests.support.checkpoint_runs import (
-    FP16,
-    Net,
-    differing,
-    make_engine,
-    make_small,
-    train,
-    weights,
-    whole_state,
-)
+from tests.support.checkpoint_runs import FP16, Net, differing, make_engine, make_small, train, weights, whole_state
 from tests.support.models import MLP
 from tests.support.ranks import here, rank_device, run_ranks
 from tests.support.whole import close_whole
@@ -50,13 +40,6 @@ def trained(rank, world_size, model, mode, folder):
     return close_whole(engine)
 
 
-def read_by_timm(folder, fresh):
-    from timm.models import load_checkpoint
-
-    load_checkpoint(fresh, str(folder / "weights.safetensors"))
-    return fresh
-
-
 def read_by_transformers(folder, fresh):
     """From several files and their index."""
     from transformers import LlamaForCausalLM
@@ -73,24 +56,18 @@ def read_by_transformers(folder, fresh):
 @pytest.mark.distributed
 @pytest.mark.sends
 @pytest.mark.parametrize(
-    ("ranks", "model", "mode"),
-    [
-        (2, "gpt", "torch"),
-        pytest.param(4, "vit", "naive", marks=pytest.mark.slow),
-        pytest.param(4, "llama", "naive", marks=pytest.mark.slow),
-    ],
+    ("ranks", "model", "mode"), [(2, "gpt", "torch"), pytest.param(4, "llama", "naive", marks=pytest.mark.slow)]
 )
 def test_plain_models_and_their_libraries_load_what_was_divided(ranks, model, mode, tmp_path):
     """By 2 or 2 x 2 ranks: fused and tied weights, buffers, masters in full precision."""
     expected = run_ranks(trained, ranks, model, mode, str(tmp_path), timeout=120)[0]
-    for state in (
-        safetensors.load_file(tmp_path / "weights.safetensors"),
-        torch.load(tmp_path / "weights.pt", weights_only=True),
-    ):
+    pt = torch.load(tmp_path / "weights.pt", weights_only=True)
+    for state in (safetensors.load_file(tmp_path / "weights.safetensors"), pt):
         find_workload(model).build(seed=9).load_state_dict(state)  # strict
         assert differing(state, expected) == []
-    if (read := {"vit": read_by_timm, "llama": read_by_transformers}.get(model)) is not None:
-        assert differing(read(tmp_path, find_workload(model).build(seed=9)).state_dict(), expected) == []
+    if model == "llama":
+        read = read_by_transformers(tmp_path, find_workload(model).build(seed=9))
+        assert differing(read.state_dict(), expected) == []
 
 
 def loaded(rank, world_size, layouts, path):
@@ -114,15 +91,13 @@ def trainable_sgd(params):
 @pytest.mark.promise("loading before wrapping; no full optimizer checkpoint under tensor parallelism")
 @pytest.mark.distributed
 @pytest.mark.sends
-@pytest.mark.parametrize("name", ["weights.safetensors", "weights.pt", "parts.safetensors"])
+@pytest.mark.parametrize("name", ["weights.safetensors", "parts.safetensors"])
 def test_weights_of_others_into_every_layout(name, tmp_path):
-    """A file of plain torch, of safetensors, and one that is in parts. Training goes on from there, and leaves what is
-    frozen as it was, to the bit."""
+    """A file of safetensors, and one that is in parts. Training goes on from there, and leaves what is frozen as it
+    was, to the bit."""
     expected, path = Net(seed=3).state_dict(), tmp_path / name
     expected["steps"] = torch.rand(3, generator=torch.Generator().manual_seed(1))  # more than half precision can show
-    if name == "weights.pt":
-        torch.save(expected, path)
-    elif name == "weights.safetensors":
+    if name == "weights.safetensors":
         safetensors.save_file(expected, path)
     else:
         model = Net()
@@ -165,40 +140,16 @@ def test_frozen_values_come_out_as_they_went_in(load, tmp_path):
     whole = torch.load(tmp_path / "w.pt")
     assert differing(frozen_of(whole), expected) == []
     other = make_engine("one", "naive", model=made_net(1.7), optimizer=trainable_sgd)
-    if load == "load":
-        other.load(tmp_path / "saved")
-    elif load == "load_weights":
-        other.load_weights(tmp_path / "w.pt")
-    elif load == "load_state_dict":
-        other.load_state_dict(engine.state_dict())
-    else:
-        other.model.load_state_dict(whole)
+    loads = {
+        "load": lambda: other.load(tmp_path / "saved"),
+        "load_weights": lambda: other.load_weights(tmp_path / "w.pt"),
+        "load_state_dict": lambda: other.load_state_dict(engine.state_dict()),
+    }
+    loads.get(load, lambda: other.model.load_state_dict(whole))()
     train(other, 1)
     for each in (engine, other):
         assert differing(frozen_of(whole_state(each)), expected) == []
         assert differing(frozen_of(each.model.state_dict()), expected) == []
-
-
-def test_what_others_write_is_kept():
-    """A frozen layer that the loop changes; what it leaves alone is not rounded."""
-    engine = make_engine("one", "naive", model=made_net(), optimizer=trainable_sgd)
-    expected = made_net().frozen.weight.detach().clone()
-    with torch.no_grad():
-        engine.model.frozen.weight[3] += 1
-    expected[3] = (expected.half() + 1)[3].float()
-    train(engine, 1)
-    assert torch.equal(weights(engine)["frozen.weight"], expected)
-
-
-def test_a_layer_that_is_trained_later_begins_where_it_came_from():
-    engine = make_engine("one", "naive", model=made_net(), optimizer=trainable_sgd)
-    frozen = engine.model.frozen
-    engine.optimizer.add_param_group({"params": list(frozen.requires_grad_().parameters()), "lr": 0.0})
-    train(engine, 1)
-    expected = frozen_of(made_net().state_dict())
-    masters = dict(zip(FROZEN, engine.optimizer.param_groups[1]["params"], strict=False))
-    assert differing(masters | {"steps": expected["steps"]}, expected) == []
-    assert differing(frozen_of(whole_state(engine)), expected) == []
 
 
 def test_tied_weights(tmp_path):
@@ -217,47 +168,21 @@ def test_tied_weights(tmp_path):
     assert differing(weights(other), state) == []
 
 
-def test_an_earlier_save_leaves_nothing(tmp_path):
-    engine = make_small()
-    (tmp_path / "w-other.safetensors").write_text("of somebody else")
-    for size in (2e-6, 3e-6, 1.0, 2e-6):
-        engine.save_weights(tmp_path / "w.safetensors", max_file_gb=size)
-        names = {path.name for path in tmp_path.iterdir()} - {"w-other.safetensors"}
-        if size == 1.0:
-            assert names == {"w.safetensors"}
-        else:
-            index = json.loads((tmp_path / "w.safetensors.index.json").read_text())["weight_map"]
-            assert names == {*index.values(), "w.safetensors.index.json"}
-            assert index.keys() == Net().state_dict().keys()
-
-
-@pytest.mark.parametrize(
-    ("name", "format", "words"),
-    [
-        ("w", "safetensor", r"format='safetensor' is not one of .*; did you mean 'safetensors'"),
-        ("", "safetensors", r"that is a folder, .*; give a path such as '.*model.safetensors'"),
-        ("new/", "safetensors", r"that is a folder, .*; give a path such as '.*model.safetensors'"),
-    ],
-)
-def test_places_and_formats_that_cannot_be_written_are_rejected(name, format, words, tmp_path):
-    with pytest.raises(InputError, match=words):
-        make_small().save_weights(f"{tmp_path}/{name}", format=format)
-    assert list(tmp_path.iterdir()) == []
+def test_an_earlier_save_is_not_loaded(tmp_path):
+    path, index = tmp_path / "w.safetensors", tmp_path / "w.safetensors.index.json"
+    for size, is_whole in ((1.0, True), (2e-6, False), (1.0, True)):
+        make_small().save_weights(path, max_file_gb=size)
+        assert (path.exists(), index.exists()) == (is_whole, not is_whole)
 
 
 @pytest.mark.parametrize(
     ("content", "error", "words"),
     [
-        (
-            None,
-            CheckpointError,
-            r"there is no file .*, and no w\.pt\.index\.json; give the path that you gave save_weights",
-        ),
-        (nn.Linear(2, 2), CheckpointError, "loading weights from .* failed: UnpicklingError: Weights only load failed"),
+        (None, CheckpointError, r"there is no file .*, and no w\.pt\.index\.json; give the path that you gave save_w"),
         ({**Net().state_dict(), "more": torch.ones(2)}, InputError, r"does not fit .*:\n  - the model has no more"),
     ],
 )
-def test_files_that_are_rejected(content, error, words, tmp_path):
+def test_files_and_formats_that_are_rejected(content, error, words, tmp_path):
     engine = make_small()
     before = weights(engine)
     if content is not None:
@@ -265,13 +190,5 @@ def test_files_that_are_rejected(content, error, words, tmp_path):
     with pytest.raises(error, match=words):
         engine.load_weights(tmp_path / "w.pt")
     assert differing(weights(engine), before) == []
-
-
-@pytest.mark.parametrize("name", ["m.pt", "m.safetensors"])
-def test_other_precisions_are_cast(name, tmp_path):
-    engine, save = make_small(), torch.save if name == "m.pt" else safetensors.save_file
-    before = weights(engine)
-    for dtype in (torch.float64, torch.bfloat16, torch.float8_e4m3fn):
-        save({**before, "head.bias": before["head.bias"].to(dtype)}, tmp_path / name)
-        engine.load_weights(tmp_path / name)
-        assert torch.equal(engine.model.head.bias, before["head.bias"].to(dtype).float())
+    with pytest.raises(InputError, match=r"format='safetensor' is not one of .*; did you mean 'safetensors'"):
+        engine.save_weights(tmp_path / "w", format="safetensor")
