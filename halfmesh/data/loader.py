@@ -133,10 +133,8 @@ class EngineDataLoader:
         persists = self.loader.given.persistent_workers and state["epoch"] > 0
         if trained is None or persists:
             self.next_epoch += 1
-            seen = f"{state['trained']} batches of epoch {state['epoch']} were trained on"
-            return (
-                f"{seen}, which is not a position in this run's order: training continues with epoch {self.next_epoch}"
-            )
+            seen = f"{state['trained']} batches of epoch {state['epoch']} are not a position in this run's order"
+            return f"{seen}: training continues with epoch {self.next_epoch}"
         self._loaded = {**state, "trained": trained, "share": tuple(order)}
         return None
 

@@ -6,20 +6,12 @@ import copy
 import hashlib
 import itertools
 from collections.abc import Iterator, Sized
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    DistributedSampler,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-)
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import sampler as samplers
 
 from ..errors import InputError
 from ..parallel.comm import same_on_ranks
@@ -27,8 +19,9 @@ from ..parallel.mesh import ParallelContext
 from ..parallel.rng import SharedRNG
 from ..utils.tensors import add_tensor, tensors_of
 
-_IN_ORDER = (SequentialSampler, range, list, tuple)
-_COUNTED = (*_IN_ORDER, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
+_IN_ORDER = (samplers.SequentialSampler, range, list, tuple)
+_RANDOM = (samplers.RandomSampler, samplers.SubsetRandomSampler, samplers.WeightedRandomSampler)
+_COUNTED = (*_IN_ORDER, *_RANDOM, DistributedSampler)
 """Samplers that yield exactly as many items as their length. A subclass, or a user's sampler, may differ."""
 
 
@@ -64,8 +57,7 @@ class ShardedLoader:
         training: pad by repeating samples, so that all ranks have the same number of batches (a rank that runs out
             would hang the others), and compare the data that the ranks begin an epoch with. False: no sample is
             repeated.
-        sharded: True if the loader already reads only this data rank's data. A distributed sampler, or a dataset with
-            the attribute `sharded` or with `rank` and `world_size`, also shows that.
+        sharded: True if the loader already reads only this data rank's data. A distributed sampler also shows that.
 
     Attributes:
         given: the user's loader. For timm's PrefetchLoader, the loader in it.
@@ -77,7 +69,7 @@ class ShardedLoader:
         some_have_none: True if in such an epoch, of a sampler with a length, only some data ranks have a batch.
 
     Raises:
-        InputError: the loader's sampler or dataset is sharded for another rank or number of ranks.
+        InputError: the loader's sampler is sharded for another rank or number of ranks.
     """
 
     def __init__(self, given: Any, context: ParallelContext, training: bool, sharded: bool = False) -> None:
@@ -87,8 +79,8 @@ class ShardedLoader:
         self.missing, self.some_have_none = 0, False
         self.is_stream = isinstance(given.dataset, IterableDataset)
         self._several = context.size > 1
-        self.own_data = sharded or (context.size > 1 and is_part(given.dataset, context.dp_rank, context.dp_size))
-        is_shard = self.own_data or shards_itself(given, context.dp_rank, context.dp_size)
+        self.own_data = sharded
+        is_shard = sharded or shards_itself(given, context.dp_rank, context.dp_size)
         self._rank, self._size = (0, 1) if is_shard else (context.dp_rank, context.dp_size)
         self._order_of = f" of {context.dp_size} ranks" if is_shard and context.dp_size > 1 else ""
         self._is_compared = training and self._several and not is_shard
@@ -117,8 +109,7 @@ class ShardedLoader:
         if self.training:
             raise InputError(
                 f"the dataloader shards itself, but has {max(lengths)} batches on some ranks and {min(lengths)} on "
-                "others, and training would hang; give each data rank the same number (drop the rest), or let "
-                "initialize shard a loader of all the data"
+                "others, so training would hang; give each data rank the same number"
             )
         self._shorter_by = max(lengths) - lengths[context.rank]
 
@@ -193,7 +184,7 @@ class ShardedLoader:
         if self.is_stream or not (self._several or (skip and not is_stateful(self.loader))):
             with order:
                 batches: Iterator[Any] = iter(self.loader)
-                batches = self._turns(batches, epoch, given.dataset) if self._several else batches
+                batches = self._turns(batches, epoch) if self._several else batches
                 for _ in range(skip):
                     next(batches, None)
             return batches
@@ -204,10 +195,7 @@ class ShardedLoader:
             items = itertools.chain(source) if self.splits_samples else iter(source)
             if loader._iterator is None:  # else persistent workers have their seed
                 torch.empty((), dtype=torch.int64).random_(generator=given.generator)
-            if isinstance(source, Sized):
-                items = self._share_of(items, epoch, order)
-        if not isinstance(source, Sized):
-            items = self._turns(items, epoch, source, order)
+            items = self._share_of(items, epoch, order)
         if self.splits_samples:
             batches_of: Any = given.batch_sampler
             items = iter(BatchSampler(items, batches_of.batch_size, batches_of.drop_last))
@@ -219,10 +207,10 @@ class ShardedLoader:
         return self._indices.check(loader)
 
     def _share_of(self, items: Iterator[Any], epoch: int, scope: AbstractContextManager[Any]) -> Iterator[Any]:
-        """This rank's item of each round of `size`. The items of the first batches are drawn now, all others later,
-        within `scope`: a sampler may have no end, even if it has a length."""
+        """This rank's item of each round of `size` of a sampler. The items of the first batches are drawn now, all
+        others later, within `scope`: a sampler may have no end, even if it has a length."""
         count = self._size * (self.given.batch_size or 1)
-        count *= max(1, _DRAWN // count)
+        count *= max(1, _DRAWN // count) if isinstance(self._sampler, Sized) else 1
         drawn = list(itertools.islice(items, count))
         self._reject_other_data(hashlib.sha256(repr(drawn).encode()), epoch, self._sampler)
         if not self.training:
@@ -242,29 +230,21 @@ class ShardedLoader:
 
         return shares(drawn)
 
-    def _turns(
-        self,
-        items: Iterator[Any],
-        epoch: int,
-        source: Any,
-        scope: AbstractContextManager[Any] = nullcontext(),  # noqa: B008 - it has no state
-    ) -> Iterator[Any]:
-        """This rank's item of each round of `size`, if no length is known; items are read within `scope`.
+    def _turns(self, items: Iterator[Any], epoch: int) -> Iterator[Any]:
+        """This rank's batch of each round of `size` batches of a stream.
 
-        In training a rank without an item in the last round repeats the one before it. An item is yielded before the
+        In training a rank without a batch in the last round repeats the one before it. A batch is yielded before the
         next one is read, which may be in the same memory.
         """
-        with scope:
-            first = list(itertools.islice(items, 1))
-        found = hashlib.sha256(b"" if self.is_stream else repr(first).encode())
+        first = list(itertools.islice(items, 1))
+        found = hashlib.sha256()
         for tensor in tensors_of(first):
             add_tensor(found, tensor)
-        self._reject_other_data(found, epoch, source)
+        self._reject_other_data(found, epoch, self.given.dataset)
         items, rest = itertools.chain(first, items), 0
         del first
         for total in itertools.count(self._rank, self._size):
-            with scope:
-                turn = list(itertools.islice(items, rest, rest + self._rank + 1))
+            turn = list(itertools.islice(items, rest, rest + self._rank + 1))
             rest = self._size - self._rank - 1  # of this round, to be read before the next
             has_item = len(turn) > self._rank
             if has_item or (turn and self.training):
@@ -286,14 +266,11 @@ class ShardedLoader:
     def _reject_other_data(self, data: Any, epoch: int, source: Any) -> None:
         """Raise InputError, on all ranks, if some have other `data`, a digest of hashlib."""
         if self._is_compared:
-            same_on_ranks(
-                f"epoch {epoch}: {data.hexdigest()}",
-                what=(
-                    f"the {type(source).__name__} gives different data on each rank, or was iterated on only some "
-                    "ranks ({ranks} other data than rank 0). Seed it the same on all ranks (initialize shards the "
-                    "data); if it shards itself, pass sharded=True to initialize"
-                ),
+            what = (
+                f"the {type(source).__name__} gives different data on each rank, or was iterated on only some ranks "
+                "({ranks}). Seed it the same on all ranks; if it shards itself, pass sharded=True to initialize"
             )
+            same_on_ranks(f"epoch {epoch}: {data.hexdigest()}", what=what)
 
 
 class _Indices:
@@ -310,10 +287,7 @@ class _Indices:
 
     def __iter__(self) -> Iterator[Any]:
         if self._has_ended:
-            raise InputError(
-                "the dataloader's __iter__ reads its samples twice in one epoch; remove the loop around "
-                "super().__iter__(), and iterate engine.dataloader once per epoch"
-            )
+            raise InputError("the dataloader's __iter__ reads its samples twice in one epoch; remove the loop in it")
         self._was_asked, items = True, self._items
         yield from items
         if items is self._items:
@@ -328,7 +302,7 @@ class _Indices:
         if first and not self._was_asked:
             raise InputError(
                 f"{type(loader).__name__} overrides __iter__ without using its sampler, so every rank would read all "
-                "of the data; iterate super().__iter__() in it, or move its work to the dataset or collate_fn"
+                "data; iterate super().__iter__() in it"
             )
         return itertools.chain(first, batches)
 
@@ -358,34 +332,15 @@ def loader_in(loader: Any) -> Any:
     return loader.loader if ("timm", "PrefetchLoader") in names else loader
 
 
-def is_part(dataset: Any, rank: int, size: int) -> bool:
-    """Return True if `dataset` is this data rank's part of the data: it says so, or is a stream for one rank of several
-    (as of Hugging Face's split_dataset_by_node)."""
-    if getattr(dataset, "sharded", False) is True:
-        return True
-    if not isinstance(dataset, IterableDataset):
-        return False
-    holder = getattr(dataset, "_distributed", None) or dataset
-    theirs = getattr(holder, "world_size", None), getattr(holder, "rank", None)
-    return all(isinstance(each, int) for each in theirs) and _is_ours(dataset, "world_size", theirs, rank, size)
-
-
-def _is_ours(holder: Any, name: str, theirs: tuple[Any, Any], rank: int, size: int) -> bool:
-    """Return True. Raises InputError if `holder` is sharded for another rank, or number of ranks called `name`."""
-    if theirs == (size, rank):
-        return True
-    raise InputError(
-        f"the dataloader's {type(holder).__name__} has {name}={theirs[0]}, rank={theirs[1]}, but this is data rank "
-        f"{rank} of {size}; give it these numbers (launch.dp_rank, launch.dp_size), or all the data: initialize "
-        "shards it"
-    )
-
-
 def shards_itself(loader: DataLoader[Any], rank: int, size: int) -> bool:
     """Return True if the user's sampler already gives this data rank its shard."""
     batches = loader.batch_sampler
     for sampler in (loader.sampler, batches, getattr(batches, "sampler", None)):
         theirs = getattr(sampler, "num_replicas", None), getattr(sampler, "rank", None)
         if None not in theirs:
-            return _is_ours(sampler, "num_replicas", theirs, rank, size)
+            if theirs != (size, rank):
+                numbers, name = "num_replicas={}, rank={}".format(*theirs), type(sampler).__name__
+                problem = f"the dataloader's {name} has {numbers}, but this is data rank {rank} of {size}"
+                raise InputError(f"{problem}; give it these numbers (launch.dp_rank, launch.dp_size), or remove it")
+            return True
     return False

@@ -107,23 +107,18 @@ LOADERS: dict[str, Any] = {
     "in order": lambda data, batch: DataLoader(data, batch),
     "shuffled": lambda data, batch: DataLoader(data, batch, shuffle=True),
     "generator": lambda data, batch: DataLoader(data, batch, shuffle=True, generator=generator()),
-    "sampler's generator": lambda data, batch: DataLoader(
-        data, batch, sampler=RandomSampler(data, generator=generator())
-    ),
     "both generators": lambda data, batch: DataLoader(
         data, batch, sampler=RandomSampler(data, True, SAMPLES, generator()), generator=generator()
     ),
     "weighted": lambda data, batch: DataLoader(data, batch, sampler=WeightedRandomSampler([1.0] * SAMPLES, SAMPLES)),
     "drop last": lambda data, batch: DataLoader(data, batch, shuffle=True, drop_last=True),
     "python": lambda data, batch: DataLoader(data, batch, sampler=By(random.shuffle)),
-    "numpy": lambda data, batch: DataLoader(data, batch, sampler=By(np.random.shuffle)),
     "numpy's generator": lambda data, batch: DataLoader(data, batch, sampler=by_numpys_generator()),
     "no length": lambda data, batch: DataLoader(data, batch, sampler=Uncounted()),
     "pairs": lambda data, batch: DataLoader(data, batch_sampler=Pairs()),
     "pairs, numpy": lambda data, batch: DataLoader(data, batch_sampler=Pairs(np.random.permutation)),
     "single samples": lambda data, batch: DataLoader(data, None, shuffle=True),
     "stream": lambda data, batch: DataLoader(Stream(), batch),
-    "stream, numpy": lambda data, batch: DataLoader(Stream(np.random.randint), batch),
     "stream, a worker": lambda data, batch: DataLoader(Stream(), batch, num_workers=1, **FORK),
     "workers": lambda data, batch: DataLoader(data, batch, shuffle=True, num_workers=1, **FORK),
     "workers that stay": lambda data, batch: DataLoader(
