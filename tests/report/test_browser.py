@@ -90,37 +90,3 @@ def test_the_layout(visit, folders, width):
     assert page.evaluate(LAYOUT) == {"problems": [], "charts": 7}
     columns = page.evaluate("getComputedStyle(document.querySelector('main')).gridTemplateColumns.split(' ').length")
     assert columns == (2 if width == 1400 else 1)
-
-
-def test_values_under_the_pointer_and_by_keys(visit, folders):
-    page = visit(folders[:1], 1400)
-    values = page.locator("#loss_scale .u-legend td")
-    assert values.all_inner_texts() == ["last", "2,048", ""]
-    assert page.evaluate("[131072, 0.123456789, 1234567.8].map(readable)") == ["131,072", "0.12346", "1,234,600"]
-    plot = page.locator("#loss_scale .u-over")
-    plot.scroll_into_view_if_needed()
-    box = plot.bounding_box()
-    page.mouse.move(box["x"] + 0.5 * box["width"], box["y"] + 60)
-    assert values.all_inner_texts() == ["200", "4,096", "yes"]
-    assert page.locator("#loss .u-legend td").first.inner_text() == "200", "all charts show the same update"
-    page.locator("#loss_scale figure").focus()
-    for update, skipped in (("201", "yes"), ("202", "yes"), ("210", "no")):
-        page.keyboard.press("ArrowRight")
-        assert values.all_inner_texts()[::2] == [update, skipped]
-
-
-def test_curves_can_be_smoothed_and_shown_on_a_log_axis(visit, folders):
-    page = visit(folders[:1], 1400)
-    offered = {
-        key: page.locator(f"#{key} .switches").inner_text().split("\n") for key in ("lr", "throughput", "loss_scale")
-    }
-    assert [" ".join(words).split() for words in offered.values()] == [["smooth"], ["smooth", "log", "axis"], []]
-    value = page.locator("#throughput .u-legend td").last
-    assert value.inner_text() == "11,106"
-    smooth, log = page.locator("#throughput input").all()
-    smooth.check()
-    assert 11_500 < float(value.inner_text().replace(",", "")) < 12_500
-    log.check()
-    smooth.uncheck()
-    assert value.inner_text() == "11,106"
-    assert page.locator("#throughput canvas").count() == 1

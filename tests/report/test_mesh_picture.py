@@ -9,7 +9,6 @@ import pytest
 import halfmesh
 from halfmesh.options import Options
 from halfmesh.parallel.axis import Axis
-from halfmesh.parallel.dims import in_words
 from halfmesh.report.mesh_picture import compress, describe_shards, draw
 
 
@@ -41,19 +40,16 @@ def config_of(**parallel):
 def test_an_axis_of_others_appears_by_itself(wide):
     config = config_of(pipeline={"size": 2, "microbatches": 2}, tensor=2, wide=3, data="fsdp")
     dims = config.parallel.dims(24)
-    assert in_words(dims.sizes) == "pp 2 x dp 2 x wp 3 x tp 2"
     assert describe_shards(config.parallel, dims, 23) == "tensor 2/2, wide 3/3, fsdp 2/2"
     drawn = words(draw(dims.sizes, lambda rank: []))
     assert drawn[0] == "24 ranks: pp 2 x dp 2 x wp 3 x tp 2 (10 are not drawn)"
-    assert "dp 1, wp 2, tp 1" in drawn
-    assert "rank 23" in drawn
+    assert {"dp 1, wp 2, tp 1", "rank 23", "..."} <= set(drawn)
 
 
 @pytest.mark.parametrize(
     ("data", "expected"),
     [
         ("replicate", ["", "", "", ""]),
-        ("zero1", ["zero1 1/4", "zero1 2/4", "zero1 3/4", "zero1 4/4"]),
         ({"strategy": "fsdp", "hybrid": 2}, ["fsdp 1/2", "fsdp 2/2", "fsdp 1/2", "fsdp 2/2"]),
     ],
 )
@@ -70,16 +66,5 @@ def test_a_rank_has_its_lines_and_its_node():
         "pp 0", "rank 0", "node 0", "blocks.0 <&>", "1.0 GiB", "rank 1", "node 0", "blocks.1 <&>", "1.0 GiB",
         "pp 1", "rank 2", "node 1", "blocks.2 <&>", "1.0 GiB", "rank 3", "node 1", "blocks.3 <&>", "1.0 GiB",
     ]  # fmt: skip
-
-
-def test_a_large_mesh_shows_its_first_ranks_and_its_last():
-    asked = []
-    drawn = words(draw({"pp": 16, "dp": 512, "tp": 8}, lambda rank: asked.append(rank) or []))
-    assert drawn[0] == "65,536 ranks: pp 16 x dp 512 x tp 8 (65,487 are not drawn)"
-    assert len(asked) == 49
-    assert {"rank 0", "rank 65535", "pp 15", "dp 511, tp 7", "..."} <= set(drawn)
-
-
-def test_blocks_that_follow_each_other_are_a_range():
     names = ["embed", "blocks.0", "blocks.1", "blocks.2", "blocks.7", "head", "0", "1"]
     assert compress(names) == ["embed", "blocks.0-2", "blocks.7", "head", "0-1"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import re
@@ -37,17 +36,17 @@ def labels(chart):
     return [line["label"] for line in chart["lines"]]
 
 
-# --- what is on the page -------------------------------------------------------------------------------------------
-
-
 def test_all_sections(tmp_path):
-    page = page_of(write_run(tmp_path / "one"))
+    records = make_records()
+    records[1]["warnings"] = [[0, "capped <at> 32768"], [15, "data"]]
+    records[3]["warnings"] = [[35, "data"]]
+    page = page_of(write_run(tmp_path / "one", records=records))
     charts = ["loss", "lr", "loss_scale", "grad_norm", "throughput", "memory"]
     keys = re.findall(r'<section id="([\w-]+)"', page)
-    assert keys == ["summary", "plan", *charts, "skips", "mesh", "precision", "config"]
+    assert keys == ["warnings", "summary", "plan", *charts, "skips", "mesh", "precision", "config"]
     assert set(charts_of(page)) == set(charts)
     for key, words in {
-        "summary": "8 x NVIDIA H200",
+        "summary": "8 ranks on NVIDIA H200",
         "plan": "mode naive, compute float16",
         "skips": "3-4, 57, 200-202",
         "mesh": "blocks.0-5",
@@ -57,60 +56,20 @@ def test_all_sections(tmp_path):
         assert words in section(page, key)
     assert rows(section(page, "summary"))["Duration"] == ["1 h 1 min"]
     assert rows(section(page, "summary"))["Optimizer"] == ["AdamW, lr 0.001, betas [0.9, 0.95]"]
-    assert "<title>one - halfmesh report</title>" in page
+    said = re.findall("<li>(.*?)</li>", section(page, "warnings"))
+    assert said == ["after 0 updates: capped &lt;at&gt; 32768", "after 15 updates: data"]
 
 
 def test_figures_have_their_values_in_a_table_and_gaps_are_gaps(tmp_path):
     records = [{"step": step, "loss": value} for step, value in enumerate([4.0, 8.0, math.nan, 2.0, None, 3.5])]
-    page = page_of(write_run(tmp_path / "one", records=records))
+    page = page_of(write_run(tmp_path / "one", records=[*records, {"step": 6, "eval_accuracy": 0.5}]))
     assert rows(section(page, "loss")) == {"train": ["4", "3.5", "2", "8"]}
-    assert 'aria-label="Loss by update.' in section(page, "loss")
     (line,) = charts_of(page)["loss"]["lines"]
     assert line["y"] == [4.0, 8.0, None, 2.0, None, 3.5]
+    assert [chart["title"] for chart in charts_of(page).values()] == ["Loss", "Eval accuracy"]
 
 
-def test_the_machine_and_the_optimizer(tmp_path):
-    on_cpu = make_config(device="AMD EPYC, 64 cores", world_size=2, versions={"torch": "2.15.0"})
-    for name, config, machine in (
-        ("gpus", make_config(), "8 x NVIDIA H200"),
-        ("cpus", on_cpu, "2 ranks on AMD EPYC, 64 cores"),
-    ):
-        found = rows(section(page_of(write_run(tmp_path / name, config)), "summary"))
-        assert found["Machine"] == [machine]
-        assert found["Optimizer"] == ["AdamW, lr 0.001, betas [0.9, 0.95]"]
-
-
-def test_memory_against_the_plan(tmp_path):
-    records = [{"step": 1, "memory_mib": 7030}]
-    page = page_of(write_run(tmp_path / "one", plan=make_plan(size=3 * 2**30), records=records))
-    chart = charts_of(page)["memory"]
-    assert chart["title"] == "Memory (MiB)"
-    assert labels(chart) == ["measured", "planned, without activations"]
-    assert [line["y"] for line in chart["lines"]] == [[7030], [3072, 3072]]
-    assert chart["lines"][1]["x"] == [0, 1]
-
-
-def test_what_was_not_recorded_is_said_in_one_place(tmp_path):
-    others = {"my_metric": 5, "model_flops_per_s": 1e9, "tokens_per_s": 3, "eval_accuracy": 0.5}
-    page = page_of(write_run(tmp_path / "one", records=[{"step": 1, "loss": 2.0} | others]))
-    assert [chart["title"] for chart in charts_of(page).values()] == [
-        *("Loss", "My metric", "Model FLOP/s", "Throughput (tokens/s)", "Eval accuracy"),
-    ]
-    absent = section(page, "absent")
-    for words in (
-        "Loss scale: only runs in fp16",
-        "Gradient norm: measured in",
-        "Throughput: the hook",
-        "Memory: the hook",
-    ):
-        assert words in absent
-    assert "skips" not in re.findall(r'<section id="([\w-]+)"', page)
-
-
-def test_skipped_updates_are_marked_below_the_loss_scale_if_there_is_one(tmp_path):
-    plan = make_plan()
-    plan["plans"][0]["values"]["loss_scale"] = None
-    assert "loss_scale" not in charts_of(page_of(write_run(tmp_path / "unscaled", plan=plan)))
+def test_skipped_updates_are_marked_below_the_loss_scale(tmp_path):
     chart = charts_of(page_of(write_run(tmp_path / "one")))["loss_scale"]
     scale, marks = chart["lines"]
     assert chart["log"] == 2
@@ -119,45 +78,20 @@ def test_skipped_updates_are_marked_below_the_loss_scale_if_there_is_one(tmp_pat
 
 
 def test_several_runs_side_by_side(tmp_path):
-    config = {"bf16": {"mode": "naive"}, "LR": 1}
+    plan = make_plan()
+    plan["plans"][0]["rows"]["batch"] = "4 per rank"
     one = write_run(tmp_path / "one", make_config(config={"LR": 0}))
-    two = write_run(tmp_path / "two", make_config(config=config, settings={"bf16": {"mode": "naive"}, "seed": 7}))
+    two = write_run(tmp_path / "two", make_config(config={"bf16": {"mode": "naive"}, "LR": 1}), plan)
     page = page_of(one, two)
-    keys = re.findall(r'<section id="([\w-]+)"', page)
-    assert keys[:3] == ["differences", "summary", "plan"]
-    assert rows(section(page, "differences")) == {
-        "LR": ["0", "1"], "bf16.mode": ["(not set)", "naive"], "seed": ["1024", "7"],
-    }  # fmt: skip
-    heads = re.findall(r'style="background: var\(--c(\d)\)"></i>(\w+)', section(page, "differences"))
-    assert heads == [("0", "one"), ("1", "two")]
+    assert re.findall(r'<section id="([\w-]+)"', page)[:3] == ["differences", "summary", "plan"]
+    differences = {"LR": ["0", "1"], "bf16.mode": ["(not set)", "naive"], "plan: batch": ["", "4 per rank"]}
+    assert rows(section(page, "differences")) == differences
     charts = charts_of(page)
     assert labels(charts["loss"]) == ["one train", "one eval", "two train", "two eval"]
     assert [line["colour"] for line in charts["loss"]["lines"]] == [0, 0, 1, 1]
     assert labels(charts["loss_scale"]) == ["one", "two", "one skipped updates", "two skipped updates"]
-    assert charts["loss_scale"]["lines"][2]["y"][0] > charts["loss_scale"]["lines"][3]["y"][0]
-    assert page.count("3-4, 57, 200-202") == 2
     done = CliRunner().invoke(app, ["report", str(one), str(two), "--json"])
-    assert json.loads(done.stdout)["differences"]["seed"] == ["1024", "7"]
-
-
-def test_plans_that_differ_are_differences(tmp_path):
-    plan = make_plan()
-    plan["plans"][0]["rows"]["batch"] = "4 per rank"
-    one, two = write_run(tmp_path / "1", plan=plan), write_run(tmp_path / "2")
-    assert rows(section(page_of(one, two), "differences")) == {"plan: batch": ["4 per rank", ""]}
-    assert "The configs and resolved configurations are equal" in section(page_of(one, one), "differences")
-    assert 'id="differences"' not in page_of(one)
-
-
-def test_warnings_of_a_run(tmp_path):
-    records = make_records(steps=40)
-    records[1]["warnings"] = [[0, "capped <at> 32768"], [15, "data"]]
-    records[3]["warnings"] = [[35, "data"]]
-    page = page_of(write_run(tmp_path / "one", records=records))
-    said = re.findall("<li>(.*?)</li>", section(page, "warnings"))
-    assert said == ["after 0 updates: capped &lt;at&gt; 32768", "after 15 updates: data"]
-    assert data_of(tmp_path / "one")["warnings"] == {"capped <at> 32768": 0, "data": 15}
-    assert 'id="warnings"' not in page_of(write_run(tmp_path / "two"))
+    assert json.loads(done.stdout)["differences"]["LR"] == ["0", "1"]
 
 
 def test_nothing_of_a_run_is_markup(tmp_path):
@@ -171,107 +105,65 @@ def test_nothing_of_a_run_is_markup(tmp_path):
     page = page_of(write_run(tmp_path / "<b>one", config, plan, records, precision), write_run(tmp_path / "two"))
     assert "<b>" not in page
     assert page.count("<script") == page.count("</script>") == 2
-    assert "&lt;b&gt;bold&lt;/b&gt;" in section(page, "config")
     own = page[: page.index("<script>")]
     assert not re.search(r"https?://(?!www.w3.org/2000/svg)|@import|url\(|src=|<img|<iframe", own), "it loads nothing"
     assert "Copyright (c) 2022 Leon Sorokin" in page, "uPlot is in the page, and so is its licence"
 
 
 def test_a_huge_run_is_a_small_page(tmp_path):
-    skipped = list(range(1, 40_001, 2))
-    records = make_records(steps=40_000, every=1, skipped=skipped)
+    records = make_records(steps=40_000, every=1, skipped=list(range(1, 40_001, 2)))
     records[30_000]["loss"] = 987.5
     page = page_of(write_run(tmp_path / "one", records=records))
     assert len(page.encode()) < 1_500_000
-    assert "39997, 39999" in section(page, "skips")
-    charts = charts_of(page)
-    assert 987.5 in charts["loss"]["lines"][0]["y"], "thinning keeps extremes"
-    marks = charts["loss_scale"]["lines"][1]["x"]
-    assert max(b - a for a, b in itertools.pairwise(marks)) < 40_000 / 500
-
-
-# --- what is read --------------------------------------------------------------------------------------------------
-
-
-def test_a_killed_run(tmp_path):
-    folder = write_run(tmp_path / "one", precision=None)
-    with (folder / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 410, "loss": 0.')
-    (folder / "plan.json").unlink()
-    (folder / "config.json").write_text('{"sessions": [')
-    run = data_of(folder)
-    assert (run["last_step"], run["skipped"]) == (400, [3, 4, 57, 200, 201, 202])
-    assert run["notes"] == [
-        "config.json is unreadable (JSONDecodeError)",
-        "plan.json is unreadable (FileNotFoundError)",
-        "metrics.jsonl: 1 unreadable line left out",
-    ]
-    page = page_of(folder)
-    assert all(note in section(page, "notes") for note in run["notes"])
-    assert "3-4, 57, 200-202" in page
-    assert "loss" in charts_of(page)
+    assert 987.5 in charts_of(page)["loss"]["lines"][0]["y"], "thinning keeps extremes"
 
 
 def test_lines_that_are_no_records(tmp_path):
-    lines = ["[1, 2]", '{"loss": 3}', '{"step": "x"}', '{"step": -1}', "\x00\x00"]
+    lines = ["[1, 2]", '{"loss": 3}', '{"step": "x"}', '{"step": -1}', "\x00\x00", '{"step": 410, "loss": 0.']
     lines += ['{"step": 2, "loss": 1.5, "note": "text"}', '{"step": 1, "loss": NaN}', '{"step": 2, "eval_loss": 2}']
-    folder = write_run(tmp_path / "one", records=[])
+    folder = write_run(tmp_path / "one", records=[], precision=None)
     assert "has no records" in data_of(folder)["notes"][0]
     (folder / "metrics.jsonl").write_text('{"step": 5, "skipped": [2, 3], "skipped_steps": 3}\n')
-    assert data_of(folder)["notes"][0].startswith("the numbers of 1 of 3 skipped updates are unknown: ")
+    assert data_of(folder)["notes"] == ["the numbers of 1 of 3 skipped updates were not recorded"]
     (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    (folder / "plan.json").unlink()
     run = data_of(folder)
-    assert run["notes"] == ["metrics.jsonl: 5 unreadable lines left out"]
+    assert run["notes"] == ["metrics.jsonl: 6 unreadable lines left out"]
+    assert run["notes"][0] in section(page_of(folder), "notes")
     series = {"loss": {"step": [1, 2], "value": [None, 1.5]}, "eval_loss": {"step": [2], "value": [2]}}
     assert run["series"] == series
-
-
-def test_what_is_no_run(tmp_path):
-    write_run(tmp_path / "first")
-    (tmp_path / "empty").mkdir()
-    for name, message in {
-        "frist": "frist is not a folder; give the folder of a RunFolder",
-        "empty": r"empty holds none of config\.json, ",
-        "first/metrics.jsonl": "is not a folder",
-    }.items():
-        with pytest.raises(InputError, match=message):
-            page_of(tmp_path / name)
-
-
-# --- the command ---------------------------------------------------------------------------------------------------
 
 
 def test_the_command(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_run(tmp_path / "first")
+    (tmp_path / "empty").mkdir()
     done = CliRunner().invoke(app, ["report", "first"])
     assert done.exit_code == 0, done.output
     assert re.fullmatch(r"report\.html \(\d+ KiB\)\n", done.stdout)
-    done = CliRunner().invoke(app, ["report", "first", "frist", "--out", "other.html"])
-    assert (done.exit_code, (tmp_path / "other.html").exists()) == (2, False)
-    assert "frist is not a folder" in done.output
-    done = CliRunner().invoke(app, ["report", "first", "--out", "q.pdf"])
-    assert (done.exit_code, (tmp_path / "q.pdf").exists()) == (2, False)
-    assert "give a name that ends in .html" in done.output
+    for arguments, words in (
+        (["first", "frist", "--out", "other.html"], "frist is not a folder; give the folder of a RunFolder"),
+        (["empty"], "empty holds none of config.json, "),
+        (["first", "--out", "q.pdf"], "give a name that ends in .html"),
+    ):
+        done = CliRunner().invoke(app, ["report", *arguments])
+        assert done.exit_code == 2
+        assert words in done.output
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "first", "report.html"]
 
 
 def test_only_reports_are_replaced(tmp_path):
-    run, out = write_run(tmp_path / "first"), tmp_path / "deep" / "report.html"
-    with pytest.raises(InputError, match=re.escape(f"cannot be written: there is no folder {tmp_path}/deep")):
-        halfmesh.write_report(run, out=out)
-    assert not out.parent.exists(), "it may be a typing mistake"
-    out.parent.mkdir()
+    run, out = write_run(tmp_path / "first"), tmp_path / "report.html"
+    with pytest.raises(InputError, match="cannot be written"):
+        halfmesh.write_report(run, out=tmp_path / "deep" / "report.html")
     assert halfmesh.write_report(run, out=out) == out
     halfmesh.write_report(run, run, out=out)
     out.write_text("mine")
     with pytest.raises(InputError, match="exists and is not a report; give another name"):
         halfmesh.write_report(run, out=out)
-    assert CliRunner().invoke(app, ["report", str(run), "--out", str(out)]).exit_code == 2
     assert out.read_text() == "mine"
     assert CliRunner().invoke(app, ["report", str(run), "--out", str(out), "--force"]).exit_code == 0
     assert "halfmesh report" in out.read_text()
-    with pytest.raises(InputError, match="cannot be written"):
-        halfmesh.write_report(run, out=tmp_path)
 
 
 def test_what_the_page_is_made_of_is_packaged():

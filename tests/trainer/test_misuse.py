@@ -24,7 +24,6 @@ def fit(config=None, engine_options=(), **arguments):
     ("build", "message"),
     [
         (lambda: EarlyStopHook(patience=0), "patience=0: expected a whole number, 1 or more"),
-        (lambda: EarlyStopHook(patience="3"), "patience='3': expected a whole number"),
         (lambda: EarlyStopHook(mode="less"), "mode='less': expected 'min'"),
         (lambda: MetricHook({}, on="test"), "on='test': expected 'eval' or 'train'"),
         (lambda: halfmesh.Trainer(linear_engine(), log_every=0), "log_every=0"),
@@ -42,29 +41,20 @@ def test_arguments(build, message):
     [
         ({"epochs": None}, "fit needs an end: give it epochs=, max_steps=, or both"),
         ({"epochs": 0}, "epochs=0: expected a whole number, 1 or more"),
-        ({"max_steps": 1.5}, "max_steps=1.5: expected a whole number"),
-        ({"eval_steps": 0}, "eval_steps=0: expected a whole number, 1 or more"),
         ({"eval_interval": -1}, "eval_interval=-1: expected a whole number, 0 or more"),
         ({"hooks": ["progres"]}, "no hook named 'progres'; did you mean 'progress'"),
         (
-            {"hooks": [{"path": "x"}]},
-            r"is not a hook: expected an object of a subclass of halfmesh.Hook \(not the class\), a",
+            {"hooks": [EarlyStopHook]},
+            r"EarlyStopHook'> is not a hook: expected an object of a subclass of",
         ),
-        ({"hooks": [EarlyStopHook]}, r"EarlyStopHook'> is not a hook: expected an object"),
+        ({"hooks": [{"type": "run"}]}, r"hook 'run' with \{\}: RunHook.* missing 1 required .*argument: 'directory'"),
         ({"train": DataLoader(TensorDataset(torch.ones(2)))}, "a DataLoader that is not sharded"),
         ({"train": [(torch.ones(2, 8),)]}, r"a batch of 1 item has no target"),
         ({"epochs": 2, "train": iter([make_data(4)])}, "epoch 1 had no batch to train on"),
-        (
-            {"eval_dataloader": TensorDataset(torch.ones(2))},
-            "TensorDataset is not a DataLoader; wrap it",
-        ),
+        ({"eval_dataloader": TensorDataset(torch.ones(2))}, "TensorDataset is not a DataLoader; wrap it"),
         ({"engine_options": {"evaluated": 0}, "eval_steps": 1}, "eval_steps needs data to evaluate on"),
         ({"hooks": [EarlyStopHook("eval_los")]}, "the results of evaluation are eval_loss; did you mean 'eval_loss'"),
-        ({"hooks": ["lr_scheduler"]}, "needs an lr_scheduler and .* there is none"),
-        (
-            {"hooks": ["lr_scheduler"], "engine_options": {"lr_scheduler": lambda o: optim.lr_scheduler.StepLR(o, 1)}},
-            "the engine advances it with lr_interval='step'",
-        ),
+        ({"hooks": ["lr_scheduler"]}, "needs an lr_scheduler, and lr_interval='manual'"),
     ],
 )
 def test_arguments_of_fit(arguments, message):
@@ -72,23 +62,14 @@ def test_arguments_of_fit(arguments, message):
         fit(**arguments)
 
 
-@pytest.mark.parametrize(
-    "hook",
-    [EarlyStopHook(), CheckpointHook("x", "eval_loss"), LRSchedulerHook()],
-    ids=lambda hook: type(hook).__name__,
-)
-@pytest.mark.parametrize("reason", ["no data", "no interval"])
-def test_hooks_that_wait_for_an_evaluation_that_never_comes(hook, reason):
-    with pytest.raises(halfmesh.InputError, match="needs 'eval_loss' from an evaluation, but this fit has none"):
-        fit(
-            MANUAL,
-            {"evaluated": 6 if reason == "no interval" else 0, "lr_scheduler": PLATEAU},
-            eval_interval=0 if reason == "no interval" else 1,
-            hooks=[hook],
-        )
+@pytest.mark.parametrize("evaluated", [0, 6])
+def test_hooks_that_wait_for_an_evaluation_that_never_comes(evaluated):
+    for hook in (EarlyStopHook(), CheckpointHook("x", "eval_loss"), LRSchedulerHook()):
+        with pytest.raises(halfmesh.InputError, match="needs 'eval_loss' from an evaluation, but this fit has none"):
+            fit(MANUAL, {"evaluated": evaluated, "lr_scheduler": PLATEAU}, eval_interval=0, hooks=[hook])
 
 
-@pytest.mark.parametrize(("on", "name", "times"), [("train", "loss", 1), ("eval", "loss", 1), ("eval", "mean", 2)])
+@pytest.mark.parametrize(("on", "name", "times"), [("train", "loss", 1), ("eval", "mean", 2)])
 def test_a_metric_does_not_hide_another_value(on, name, times):
     hooks = [
         MetricHook({name: MeanMetric()}, on=on, arguments=lambda outcome: (outcome.target.float(),))
