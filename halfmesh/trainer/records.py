@@ -24,8 +24,8 @@ _log = get_logger(__name__)
 
 
 class ProgressHook(Hook):
-    """Shows records on rank 0: if stderr is a terminal, a bar for the whole training, with the numbers of the
-    last record, and a line for each evaluation; else a line for each record.
+    """Shows records on rank 0: if stderr is a terminal, a bar for the whole training, with loss, learning rate
+    and norm, and a line for each evaluation; else a line for each record.
 
     Args:
         plain: print lines on a terminal as well.
@@ -75,7 +75,8 @@ class ProgressHook(Hook):
         elif self._bar is not None and any(name.startswith("eval_") for name in record):  # above the bar
             self._bar.console.print(line, markup=False, emoji=False, highlight=False, soft_wrap=True)
         elif self._bar is not None:
-            self._bar.update(self._task, numbers=numbers)
+            named = [f"{name} {_short(record[name])}" for name in ("loss", "lr", "grad_norm") if name in record]
+            self._bar.update(self._task, numbers="  ".join(named))
 
     def close(self, trainer: Trainer) -> None:
         if self._bar is not None:

@@ -35,8 +35,6 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "fsdp": (2, {"data": "fsdp"}),
     "tp2": (2, {"tensor": TENSOR}),
     "pp2": (2, {"pipeline": PIPE}),
-    "tp2_fsdp2": (4, {"tensor": TENSOR, "data": "fsdp"}),
-    "pp2_zero1": (4, {"pipeline": PIPE, "data": "zero1"}),
 }
 """Numbers of ranks, and `parallel`."""
 

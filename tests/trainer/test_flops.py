@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -100,7 +102,8 @@ def test_every_layout_has_those_of_one_process():
 @pytest.mark.parametrize("precision", ["fp32", "tf32"])
 def test_the_peak_of_a_device(precision, monkeypatch):
     monkeypatch.setattr("torch.cuda.get_device_name", lambda _: "NVIDIA A100-SXM4-40GB")
-    monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32" if precision == "tf32" else "ieee")
+    matmul = SimpleNamespace(fp32_precision="tf32" if precision == "tf32" else "ieee")
+    monkeypatch.setattr(torch.backends.cuda, "matmul", matmul)
     peak, device = PEAK_FLOPS["A100"], torch.device("cuda")
     assert peak_flops(device, torch.float32) == getattr(peak, precision)
     assert peak_flops(device, torch.bfloat16) == peak.half

@@ -255,5 +255,5 @@ def test_progress_on_a_terminal_is_one_bar(monkeypatch, capsys, tmp_path):
     assert len(evaluated) == 40, "each once"
     assert evaluated[0].startswith("epoch 1/40  step 3/120  eval_loss ")
     assert bars[0].split()[1] == "1/40"
-    assert re.match(r"epoch 40/40 \S{4,} 120/120 \d:\d\d:\d\d loss \S+  lr 0\.1", bars[-1])
+    assert re.match(r"epoch 40/40 \S{4,} 120/120 \d:\d\d:\d\d loss \S+  lr 0\.1  grad_norm \S+", bars[-1])
     assert max(map(len, lines)) <= 80
