@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
+import halfmesh
 from halfmesh.trainer.trainer import Trainer
-from tests.support.models import make_data, make_engine, said
-from tests.support.ranks import here, run_ranks
+from tests.support.models import MLP, make_data, make_engine, said, sgd
+from tests.support.ranks import here, rank_device, run_ranks
 
 
 class OwnStream(IterableDataset):
@@ -77,7 +78,9 @@ def loops(rank: int, world_size: int) -> dict[str, list[str]]:
         ("not given, by rank", drawn_by(rank), {}),
     ):
         loader = DataLoader(TensorDataset(x, y), 8) if batches is None else None
-        with warnings() as found[name], make_engine(loader=loader, **options) as engine:
+        options |= {"device": rank_device()}
+        engine = halfmesh.initialize(MLP(), sgd, torch.nn.functional.cross_entropy, loader, {}, **options)
+        with warnings() as found[name], engine:
             for inputs, targets in engine.dataloader if batches is None else batches:
                 engine.backward(engine.criterion(engine(here(inputs)), here(targets)))
                 engine.step()
