@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections import ChainMap
+from collections.abc import MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -44,7 +45,6 @@ class JoinedOptimizer(optim.Optimizer):
         # Without Optimizer.__init__, which would create separate groups, state and hooks.
         self.parts = tuple(parts)
         self.defaults: dict[str, Any] = {}
-        self._state = JoinedState(self.parts)
 
     def __reduce__(self) -> tuple[Any, ...]:  # copied and pickled as its parts are
         return JoinedOptimizer, (self.parts,)
@@ -57,7 +57,7 @@ class JoinedOptimizer(optim.Optimizer):
     @property
     def state(self) -> JoinedState:  # type: ignore[override]
         """The state of all parts, by parameter."""
-        return self._state
+        return JoinedState(self.parts)
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Step each part."""
@@ -109,36 +109,23 @@ class JoinedOptimizer(optim.Optimizer):
     register_load_state_dict_post_hook = _on_each("register_load_state_dict_post_hook")
 
 
-class JoinedState(MutableMapping[Any, Any]):
+class JoinedState(ChainMap[Any, Any]):
     """The state of several optimizers as one mapping. New entries go to the optimizer that holds the parameter; as of
     one optimizer, the state of a parameter before its first step is an empty dict."""
 
     def __init__(self, parts: Sequence[optim.Optimizer]) -> None:
+        super().__init__(*(part.state for part in parts))
         self._parts = parts
 
     def _find(self, key: Any) -> Any:
-        """The state that has the entry `key`, or else that of the optimizer that holds this parameter."""
+        """The state of the optimizer that has the entry `key`, or holds this parameter."""
         for part in self._parts:
-            if key in part.state:
-                return part.state
-        for part in self._parts:
-            if any(param is key for group in part.param_groups for param in group["params"]):
+            if key in part.state or any(param is key for group in part.param_groups for param in group["params"]):
                 return part.state
         raise KeyError("state of a tensor that none of the optimizers holds" if torch.is_tensor(key) else key)
 
-    def __contains__(self, key: object) -> bool:
-        return any(key in part.state for part in self._parts)
-
     def __getitem__(self, key: Any) -> Any:
         return self._find(key)[key]
-
-    def get(self, key: Any, default: Any = None) -> Any:
-        """The entry, or `default`; it makes none."""
-        return self._find(key).get(key, default) if key in self else default
-
-    def setdefault(self, key: Any, default: Any = None) -> Any:
-        """The entry, which is made of `default` if there is none."""
-        return self._find(key).setdefault(key, default)
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self._find(key)[key] = value
@@ -146,8 +133,4 @@ class JoinedState(MutableMapping[Any, Any]):
     def __delitem__(self, key: Any) -> None:
         del self._find(key)[key]
 
-    def __iter__(self) -> Iterator[Any]:
-        return (key for part in self._parts for key in list(part.state))
-
-    def __len__(self) -> int:
-        return sum(len(part.state) for part in self._parts)
+    pop = MutableMapping.pop  # type: ignore[assignment]  # that of ChainMap takes from the first only

@@ -65,9 +65,6 @@ def rank_and_world_size() -> tuple[int, int]:
 
 def _is_shown(logger: logging.Logger) -> bool:
     """Return True if the user has installed a handler that shows records."""
-    at: logging.Logger | None = logger
-    while at is not None:
-        if any(not isinstance(handler, Listener) for handler in at.handlers):
-            return True
-        at = at.parent if at.propagate else None
-    return False
+    if any(not isinstance(handler, Listener) for handler in logger.handlers):
+        return True
+    return logger.propagate and logger.parent is not None and _is_shown(logger.parent)

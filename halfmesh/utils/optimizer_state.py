@@ -28,19 +28,11 @@ def join_optimizers(given: Any) -> Any:
 def _complete(optimizer: optim.Optimizer) -> None:
     """Give an optimizer that steps another one, but did not call Optimizer.__init__ (timm's Lookahead), what it lacks:
     the state of that one, whose groups it shares, and hooks, of which those on loads are that one's."""
-    kind, plain = type(optimizer), optim.Optimizer
-    try:
-        optimizer.register_load_state_dict_post_hook(lambda _: None).remove()
-        return
-    except AttributeError:
-        inner = inner_optimizers(optimizer)
-    if plain.state_dict is kind.state_dict or plain.load_state_dict is kind.load_state_dict or len(inner) != 1:
-        return
-    base = inner[0]
-    if base.param_groups is optimizer.param_groups:
-        optimizer.__setstate__({"state": base.state})
-        vars(optimizer)["register_load_state_dict_post_hook"] = base.register_load_state_dict_post_hook
-        base.register_load_state_dict_post_hook(
+    inner = [] if hasattr(optimizer, "_optimizer_load_state_dict_post_hooks") else inner_optimizers(optimizer)
+    if len(inner) == 1 and inner[0].param_groups is optimizer.param_groups:
+        optimizer.__setstate__({"state": inner[0].state})
+        vars(optimizer)["register_load_state_dict_post_hook"] = inner[0].register_load_state_dict_post_hook
+        inner[0].register_load_state_dict_post_hook(
             lambda loaded: vars(optimizer).update(state=loaded.state, param_groups=loaded.param_groups)
         )
 
@@ -134,12 +126,10 @@ def saved_state(optimizer: optim.Optimizer) -> Mapping[torch.Tensor, dict[str, A
         entries = {key: values for key, values in inner.state.items() if isinstance(values, Mapping) and values}
         is_there = all(values.keys() <= state.get(key, {}).keys() for key, values in entries.items())
         if entries and not (is_there and gives_back):
-            name = type(inner).__name__
             why = "load_state_dict() does not restore it" if is_there else "state_dict() leaves it out"
             raise InputError(
-                f"{outer} holds another optimizer, {name}, whose state would be lost: {outer}.{why}; give {outer} a "
-                f"state_dict() and a load_state_dict() with the state of {name} in 'state', by parameter, or pass "
-                "initialize a list of optimizers over other parameters each"
+                f"{outer} holds another optimizer, {type(inner).__name__}, whose state would be lost: {outer}.{why}; "
+                "have its state in 'state', by parameter, or pass initialize a list of optimizers"
             )
     return state
 
@@ -183,8 +173,6 @@ def plain_settings(group: dict[str, Any]) -> list[tuple[str, Any]]:
 
 def is_plain(value: Any) -> bool:
     """Return True if `value` is a number, a string or None, or a tuple or list of these: equal if their reprs are."""
-    return (
-        value is None
-        or isinstance(value, (int, float, str))
-        or (isinstance(value, (tuple, list)) and all(map(is_plain, value)))
-    )
+    if isinstance(value, (tuple, list)):
+        return all(map(is_plain, value))
+    return value is None or isinstance(value, (int, float, str))

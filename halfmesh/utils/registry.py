@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator
-from importlib.metadata import entry_points
-from typing import Any, Generic, NamedTuple, TypeVar, overload
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, Generic, TypeVar
 
 from ..errors import RegistryError, did_you_mean
 from .log import get_logger
@@ -13,16 +12,6 @@ from .log import get_logger
 T = TypeVar("T")
 
 _log = get_logger(__name__)
-
-
-class _Reference(NamedTuple):
-    """An object that is not imported yet: "module:attribute", and the package that provides it (None: halfmesh)."""
-
-    target: str
-    package: str | None = None
-
-    def __str__(self) -> str:
-        return self.target
 
 
 class Registry(Generic[T]):
@@ -53,10 +42,6 @@ class Registry(Generic[T]):
         self._entries: dict[str, Any] = {}
         self._entry_points_read = False
 
-    @overload
-    def register(self, name: str, obj: None = None, *, override: bool = False) -> Callable[[T], T]: ...
-    @overload
-    def register(self, name: str, obj: T, *, override: bool = False) -> T: ...
     def register(self, name: str, obj: Any = None, *, override: bool = False) -> Any:
         """Register `obj` under `name`. Without `obj`, return a decorator.
 
@@ -69,9 +54,9 @@ class Registry(Generic[T]):
             return lambda decorated: self.register(name, decorated, override=override)
         taken = self._entries.get(name.lower())
         if taken is not None and not override:
+            shown = getattr(taken, "value", taken)
             raise RegistryError(
-                f"the {self.kind} {name!r} is already registered ({taken}); choose another name, or pass "
-                "override=True to replace it"
+                f"the {self.kind} {name!r} is already registered ({shown}); choose another name, or pass override=True"
             )
         self._entries[name.lower()] = obj
         return obj
@@ -82,7 +67,7 @@ class Registry(Generic[T]):
         Raises:
             RegistryError: `name` is not a string, or it is taken and `override` is False.
         """
-        self.register(name, _Reference(reference), override=override)  # type: ignore[arg-type]
+        self.register(name, EntryPoint(name, reference, self.entry_point_group), override=override)
 
     def unregister(self, name: str) -> None:
         """Remove `name`, for tests and notebooks that define a plugin twice. Does nothing if it is not registered."""
@@ -102,7 +87,7 @@ class Registry(Generic[T]):
                 f"Registered: {', '.join(names) or 'none'}. A package adds one with the entry point group "
                 f"{self.entry_point_group!r} or with the decorator `.register({str(name)!r})`"
             )
-        if isinstance(self._entries[key], _Reference):
+        if isinstance(self._entries[key], EntryPoint):
             self._entries[key] = self._import(key, self._entries[key])
         found: T = self._entries[key]
         return found
@@ -114,7 +99,7 @@ class Registry(Generic[T]):
             try:
                 found = self.get(name)
             except RegistryError as error:
-                if self._entries[name].package is None:
+                if self._entries[name].dist is None:  # halfmesh's own
                     raise
                 self.unregister(name)
                 _log.warning("%s; it is left out", error)
@@ -129,29 +114,25 @@ class Registry(Generic[T]):
     def __contains__(self, name: object) -> bool:
         return isinstance(name, str) and name.lower() in self.names()
 
-    def _import(self, key: str, reference: _Reference) -> Any:
-        by = "" if reference.package is None else f" by the package {reference.package!r}"
-        module, _, attribute = reference.target.partition(":")
+    def _import(self, key: str, reference: EntryPoint) -> Any:
         cause: Exception | None = None
         try:
-            found = getattr(importlib.import_module(module), attribute)
+            found = reference.load()
             problem = self._find_problem(found)
         except Exception as error:  # importing a module may raise anything
             cause, problem = error, f"{type(error).__name__}: {error}"
         if problem is not None:
-            message = f"the {self.kind} {key!r} is registered as {reference.target!r}{by}, which fails: {problem}"
+            by = "" if reference.dist is None else f" by the package {reference.dist.name!r}"
+            message = f"the {self.kind} {key!r} is registered as {reference.value!r}{by}, which fails: {problem}"
             raise RegistryError(message) from cause
         return found
 
     def _read_entry_points(self) -> None:
-        if self._entry_points_read:
-            return
+        points = () if self._entry_points_read else entry_points(group=self.entry_point_group)
         self._entry_points_read = True
-        for point in entry_points(group=self.entry_point_group):
-            package = point.dist.name if point.dist else "?"
-            if point.name.lower() in self._entries:
+        for point in points:
+            if self._entries.setdefault(point.name.lower(), point) is not point:
+                package = point.dist.name if point.dist else "?"
                 _log.warning(
                     f"the {self.kind} {point.name!r} of the package {package!r} is left out: the name is taken"
                 )
-            else:
-                self._entries[point.name.lower()] = _Reference(point.value, package)

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import hashlib
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from itertools import takewhile
 from operator import is_
 from typing import Any, TypeVar
@@ -78,9 +78,6 @@ def dtype_name(dtype: torch.dtype | None) -> str:
 def count_rows(batch: Any, none: int = 1) -> int:
     """The batch size: the first dim of the first tensor that has dims, or the sequences of a PackedSequence before it;
     `none` if there is neither."""
-    first = batch[0] if isinstance(batch, (list, tuple)) and batch else batch
-    if isinstance(first, torch.Tensor) and first.dim():
-        return first.shape[0]  # the usual batch, in each step: without a walk
     for found in leaves_of(batch, (PackedSequence, torch.Tensor)):
         if isinstance(found, PackedSequence):
             return int(found.batch_sizes[0])
@@ -110,18 +107,16 @@ def position_names(names: Sequence[str], count: int) -> list[str]:
 def _rebuild(tree: Any, new: dict[Any, Any]) -> Any:
     """A mapping or dataclass instance like `tree` with the values `new`."""
     kind: Any = type(tree)
-    if kind is dict:
-        return new
-    if dataclasses.is_dataclass(tree) and isinstance(tree, Mapping):  # a model's output
+    if isinstance(tree, Mapping) and dataclasses.is_dataclass(tree):  # a model's output
         return kind(**new)
-    if isinstance(tree, Mapping):
-        if hasattr(tree, "copy") and hasattr(tree, "update") and type(rebuilt := tree.copy()) is kind:
-            rebuilt.update(new)  # keeps attributes of a subclass, such as a default factory
-            return rebuilt
+    if isinstance(tree, Mapping) and not isinstance(tree, MutableMapping):
         return kind(new)
-    rebuilt = copy.copy(tree)  # keeps attributes that are not fields
-    for name, value in new.items():
-        object.__setattr__(rebuilt, name, value)  # also works on a frozen dataclass
+    rebuilt = copy.copy(tree)  # keeps what is not an entry or a field, such as a default factory
+    if isinstance(tree, Mapping):
+        rebuilt.update(new)
+    else:
+        for name, value in new.items():
+            object.__setattr__(rebuilt, name, value)  # also works on a frozen dataclass
     return rebuilt
 
 

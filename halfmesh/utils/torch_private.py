@@ -50,13 +50,11 @@ def foreach_mul_(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
 def foreach_copy_(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """Copy each source into its target and convert its dtype; one launch for each pair of dtypes."""
     # With several dtypes in one list CUDA launches a copy per tensor; before torch 2.11 it wrote wrong values.
-    pairs = [(target.dtype, source.dtype) for target, source in zip(targets, sources, strict=True)]
-    if len(set(pairs)) == 1:
-        torch._foreach_copy_(list(targets), list(sources))
-        return
-    for pair in dict.fromkeys(pairs):
-        places = [place for place, other in enumerate(pairs) if other == pair]
-        torch._foreach_copy_([targets[place] for place in places], [sources[place] for place in places])
+    by_dtypes: dict[Any, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+    for target, source in zip(targets, sources, strict=True):
+        by_dtypes.setdefault((target.dtype, source.dtype), []).append((target, source))
+    for pairs in by_dtypes.values():
+        torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
 
 
 def foreach_zero_(tensors: Sequence[torch.Tensor]) -> None:
@@ -213,11 +211,8 @@ def with_memory() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def unobserved() -> Iterator[None]:
-    """A scope whose operators are hidden from modes that watch torch's operators, such as a counter of FLOPs."""
-    with _disable_current_modes():
-        yield
+unobserved: Callable[[], AbstractContextManager[None]] = _disable_current_modes
+"""A scope whose operators are hidden from modes that watch torch's operators, such as a counter of FLOPs."""
 
 
 def has_no_memory(tensor: torch.Tensor) -> bool:
