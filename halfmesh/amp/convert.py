@@ -14,9 +14,9 @@ from ..errors import InputError
 from ..utils.optimizer_state import cast, cast_state, repoint
 from ..utils.param_shard import OneRank, ParamShard, Publisher, Ranks
 from ..utils.torch_private import assigns
-from .master_weights import MasterWeights, masters_for
+from .master_weights import MasterWeights, held_ids, masters_for
 from .optimizer import MixedPrecisionOptimizer
-from .precision import Precision, tensors_to_cast
+from .precision import Precision, named_tensors, tensors_to_cast
 from .recipe import UpdateOptions
 
 
@@ -39,10 +39,10 @@ def convert(
         device, publisher: see `MixedPrecisionOptimizer`.
     """
     recipe = precision.recipe
-    dtypes = {name: tensor.dtype for name, tensor in _named_tensors(model)}
+    dtypes = {name: tensor.dtype for name, tensor in named_tensors(model)}
     # fsdp casts its parameters while they are gathered: the shards are the masters.
     excluded = {id(shard.source.param) for shard in shards if shard.source is not None and shard.original is not None}
-    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    held = held_ids(optimizer)
     trained = {id(shard.model_param) for shard in shards if id(shard.param) in held}
     to_cast, not_trained = set(), {}
     for name, tensor in tensors_to_cast(model, recipe, excluded):
@@ -56,13 +56,13 @@ def convert(
     for shard in shards:
         shard.rebind_view()
         _reset_grad(shard.param)
-    changed = {tensor: dtypes[name] for name, tensor in _named_tensors(model) if tensor.dtype != dtypes[name]}
+    changed = {tensor: dtypes[name] for name, tensor in named_tensors(model) if tensor.dtype != dtypes[name]}
     if not recipe.master_weights:
         cast_state(optimizer, changed)
     update = MixedPrecisionOptimizer(
         optimizer, shards, recipe, ranks or OneRank(), options or UpdateOptions(), masters, device, publisher
     )
-    for name, tensor in _named_tensors(model):
+    for name, tensor in named_tensors(model):
         if name in not_trained:  # taken out one by one, to free GPU memory while the originals go to the host
             update.master_weights.originals.add(tensor, not_trained.pop(name))
     hooks = list(_add_state_hooks(model, update.master_weights, changed))
@@ -84,7 +84,7 @@ def _take_back(
     if update.recipe.linear is not None:
         update.recipe.linear.remove(model)
     masters, changed = update.master_weights.masters, {}
-    for name, tensor in _named_tensors(model):
+    for name, tensor in named_tensors(model):
         dtype, full = dtypes.get(name, tensor.dtype), update.master_weights.full_value(tensor)
         if full is None and tensor.dtype == dtype:
             continue
@@ -104,79 +104,70 @@ def _reset_grad(tensor: torch.Tensor) -> None:
         tensor.grad_dtype = tensor.dtype
 
 
-def _named_tensors(model: nn.Module, recurse: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters, and buffers under each of their names."""
-    yield from model.named_parameters(recurse=recurse, remove_duplicate=recurse)
-    yield from model.named_buffers(recurse=recurse, remove_duplicate=False)
-
-
 # -- state dicts -----------------------------------------------------------------------------------------------
 
 
 class _FullPrecision:
-    """The full-precision values of one module, for its state dict hooks.
+    """The full-precision values of one module, and its state dict hooks.
 
     A copy of the model (deepcopy for an average of its weights, torch.save) has the dtypes only: the masters would
     also be copied.
+
+    Args:
+        dtypes: by the tensor's name in the module, its dtype before it was cast; None: it was not.
     """
 
     def __init__(self, dtypes: dict[str, torch.dtype | None], master_weights: MasterWeights | None) -> None:
         self.dtypes = dtypes
-        """By the tensor's name in the module, its dtype before it was cast; None: it was not."""
         self.master_weights = master_weights
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _FullPrecision, (self.dtypes, None)
+
+    @torch.no_grad()
+    def save(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        """Put the masters and originals of `module` into `state`; other tensors get their original dtypes."""
+        own = dict(named_tensors(module, recurse=False))
+        for name in {**self.dtypes, **own}:  # torch.nn.utils.prune gives them other names
+            key, dtype = prefix + name, self.dtypes.get(name)
+            if not isinstance(state.get(key), torch.Tensor):
+                continue  # not persistent, or taken out by a hook of the user's
+            value = self.master_weights.full_value(own[name]) if self.master_weights and name in own else None
+            if value is not None:
+                state[key] = value
+            elif dtype is not None:
+                state[key] = state[key].to(dtype)
+
+    @torch.no_grad()
+    def load(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, *_: Any) -> None:
+        """Also copy what is loaded into `module` into its masters and originals, in full precision.
+
+        Raises:
+            InputError: `assign=True`, after which the optimizer would step parameters that the model no longer uses.
+        """
+        if self.master_weights is None:
+            return
+        held = {id(shard.model_param): shard for shard in self.master_weights.trained}
+        for name, param in named_tensors(module, recurse=False):
+            value, shard = state.get(prefix + name), held.get(id(param))
+            if value is not None and shard is not None and assigns(metadata):
+                raise InputError(
+                    "load_state_dict(..., assign=True) would replace the parameters that the optimizer holds; load "
+                    "without assign, or before initialize"
+                )
+            if not isinstance(value, torch.Tensor) or value.shape != param.shape:
+                continue
+            self.master_weights.originals.keep(param, value)
+            if shard is not None and shard.param in self.master_weights.masters:
+                state[prefix + name] = self.master_weights.set_master(shard, value)
 
 
 def _add_state_hooks(
     model: nn.Module, master_weights: MasterWeights, dtypes: Mapping[torch.Tensor, torch.dtype]
 ) -> Iterator[RemovableHandle]:
     for module in model.modules():
-        own = {name: dtypes.get(tensor) for name, tensor in _named_tensors(module, recurse=False)}
+        own = {name: dtypes.get(tensor) for name, tensor in named_tensors(module, recurse=False)}
         if own and not isinstance(module, torch.jit.ScriptModule):  # which takes no such hooks
             full = _FullPrecision(own, master_weights)
-            yield module.register_state_dict_post_hook(partial(_save_full, full))
-            yield module.register_load_state_dict_pre_hook(partial(_load_full, full))
-
-
-@torch.no_grad()
-def _save_full(full: _FullPrecision, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """Put the masters and originals of `module` into `state`; other tensors get their original dtypes."""
-    own = dict(_named_tensors(module, recurse=False))
-    for name in {**full.dtypes, **own}:  # torch.nn.utils.prune gives them other names
-        key, dtype = prefix + name, full.dtypes.get(name)
-        if not isinstance(state.get(key), torch.Tensor):
-            continue  # not persistent, or taken out by a hook of the user's
-        value = full.master_weights.full_value(own[name]) if full.master_weights and name in own else None
-        if value is not None:
-            state[key] = value
-        elif dtype is not None:
-            state[key] = state[key].to(dtype)
-
-
-@torch.no_grad()
-def _load_full(
-    full: _FullPrecision, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, *_: Any
-) -> None:
-    """Also copy what is loaded into `module` into its masters and originals, in full precision.
-
-    Raises:
-        InputError: `assign=True`, after which the optimizer would step parameters that the model no longer uses.
-    """
-    if full.master_weights is None:
-        return
-    masters, originals = full.master_weights.masters, full.master_weights.originals
-    held = {id(shard.model_param): shard for shard in full.master_weights.trained}
-    for name, param in _named_tensors(module, recurse=False):
-        value, shard = state.get(prefix + name), held.get(id(param))
-        if value is not None and shard is not None and assigns(metadata):
-            raise InputError(
-                "load_state_dict(..., assign=True) would replace the parameters that the optimizer holds; load "
-                "without assign, or before initialize"
-            )
-        if not isinstance(value, torch.Tensor) or value.shape != param.shape:
-            continue
-        originals.keep(param, value)
-        if shard is not None and shard.param in masters:
-            state[prefix + name] = full.master_weights.set_master(shard, value)
+            yield module.register_state_dict_post_hook(partial(full.save))  # torch sets attributes on it
+            yield module.register_load_state_dict_pre_hook(full.load)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from ..errors import InputError
 from ..utils.param_shard import ParamShard, Ranks
-from ..utils.tensors import bucket_bytes, by_bytes, in_memory_order
+from ..utils.tensors import in_memory_order
 
 Grads = Mapping[ParamShard, torch.Tensor]
 """Local gradients, of any dtype."""
@@ -35,12 +35,7 @@ class GradStats:
 
 
 def grad_stats(
-    grads: Grads,
-    ranks: Ranks,
-    device: torch.device,
-    norm_type: float,
-    count_zeros: bool,
-    flags: torch.Tensor | None,
+    grads: Grads, ranks: Ranks, device: torch.device, norm_type: float, count_zeros: bool, flags: torch.Tensor | None
 ) -> GradStats:
     """Measure `grads` together with those of the other ranks.
 
@@ -110,8 +105,8 @@ def _local_norm(grads: Grads, device: torch.device, norm_type: float) -> torch.T
     for shard, grad in grads.items():
         if grad.layout is not torch.strided:
             raise InputError(
-                f"the gradient of {shard.name!r} is sparse ({grad.layout}), which loss scaling, clipping and the "
-                "gradient norm do not support; build its layer with sparse=False"
+                f"the gradient of {shard.name!r} is sparse, which loss scaling, clipping and the gradient norm do not "
+                "support; build its layer with sparse=False"
             )
     total: torch.Tensor | None = None
     common = norm_type == 2 or math.isinf(norm_type)  # others add up one element after another on the CPU
@@ -135,12 +130,9 @@ def _chunks(grad: torch.Tensor) -> Sequence[torch.Tensor]:
 
 def _count_zeros(grads: Grads, device: torch.device) -> torch.Tensor:
     """The elements of this rank (0-dim float64) that are zero, each counted with its shard's weight."""
-    total = torch.full((), sum(s.weight * g.numel() for s, g in grads.items()), dtype=torch.float64, device=device)
-    for (weight, _, on), same in _by_kind(grads).items():
-        limit = bucket_bytes(on)
-        for bucket in by_bytes(same, limit, lambda grad: 4 * grad.numel()):  # copied, so that a few launches count them
-            joined = torch.cat([in_memory_order(grad).reshape(-1) for grad in bucket])
-            total -= weight * torch.count_nonzero(joined).to(device)
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for shard, grad in grads.items():
+        total += shard.weight * (grad.numel() - torch.count_nonzero(grad)).to(device)
     return total
 
 

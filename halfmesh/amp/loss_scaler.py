@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..errors import InputError, counted
+from ..errors import InputError
 from ..utils.log import get_logger
 from ..utils.param_shard import ParamShard, clear_grads, set_grad
 from ..utils.tensors import bucket_bytes, by_bytes
@@ -142,12 +142,11 @@ class LossScales:
         carried = None if self.several else scale
         if isinstance(divisor, torch.Tensor):
             divisor = divisor.to(self._device, torch.float64)
-            return scale, divisor if carried is None else carried * divisor
-        if divisor == 1:
+        elif divisor == 1:
             return scale, carried
-        if carried is None:
+        elif carried is None:
             return scale, torch.full((), divisor, dtype=torch.float64, device=self._device)
-        return scale, carried * divisor
+        return scale, divisor if carried is None else carried * divisor
 
     def update(self, stats: GradStats) -> None:
         """Move the scales, after the step: the gradients were divided by the scale that backward had."""
@@ -223,10 +222,8 @@ class LossScales:
     def check_id(self, loss_id: object) -> None:
         """Raise InputError if `loss_id` is not one of the losses."""
         if type(loss_id) is not int or not 0 <= loss_id < self._num_losses:
-            raise InputError(
-                f"loss_id={loss_id!r} is not allowed with {counted(self._num_losses, 'loss scale')}; allowed: 0 to "
-                f"{self._num_losses - 1}; num_losses of mode='apex' sets their number"
-            )
+            allowed = f"0 to {self._num_losses - 1}, by num_losses of mode='apex'"
+            raise InputError(f"loss_id={loss_id!r} is not allowed; allowed: {allowed}")
 
     def current(self) -> tuple[float, ...]:
         """The scale of each loss; 1.0 without loss scaling (reads the host)."""
@@ -235,13 +232,8 @@ class LossScales:
 
     def explain(self) -> str:
         """The state of the scales in words, for an error. Reads the device."""
-        if not self.scalers:
-            return "there is no loss scaling"
-        options = self.scalers[0].options
-        words = f"the loss scale is {', '.join(f'{scaler.scale.item():g}' for scaler in self.scalers)}"
-        if not options.dynamic:
-            return f"{words}, which is static"
-        return words + (", its floor" if self.scalers[0].scale.item() <= options.min_scale else "")
+        scales = ", ".join(f"{scaler.scale.item():g}" for scaler in self.scalers)
+        return f"the loss scale is {scales}" if scales else "there is no loss scaling"
 
     def state_dict(self) -> list[dict[str, Any]]:
         """The state of each scaler."""
@@ -257,8 +249,7 @@ def widen_grads(params: Sequence[torch.Tensor]) -> None:
     """Convert the half-precision gradients of `params` to fp32, so that the next backwards add in fp32."""
     held = [param for param in params if param.grad is not None]
     for param, grad in zip(held, widened([param.grad for param in held]), strict=True):
-        if grad is not param.grad:
-            set_grad(param, grad)
+        set_grad(param, grad)
 
 
 def widened(grads: Sequence[Any]) -> list[torch.Tensor]:

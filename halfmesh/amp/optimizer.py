@@ -110,13 +110,12 @@ class MixedPrecisionOptimizer:
         """
         if self.is_unscaled:
             raise InputError(
-                "backward was called after engine.unscale_gradients() of the same update, and would add gradients "
-                "that are still scaled; call engine.unscale_gradients() after the last backward of an update"
+                "backward was called after engine.unscale_gradients() of the same update, and would add scaled "
+                "gradients; call engine.unscale_gradients() after the last backward"
             )
         if self._clip_once is not None:
             self._clip_once = self._clip_once[0], None  # the norm is no longer that of all gradients
         self.has_gradients = True
-        self.stepper.used = []
         receivers = self.master_weights.receivers
         if self.loss_scales.several:
             self.loss_scales.stash_grads(receivers)
@@ -134,10 +133,6 @@ class MixedPrecisionOptimizer:
 
     def zero_grad(self) -> None:
         """Clear the gradients of all parameters that the optimizer holds, or has held."""
-        self.stepper.used = []
-        self._forget_grads()
-
-    def _forget_grads(self) -> None:
         self._clip_once = self._held_inf = None
         self.has_gradients = self.is_unscaled = False
         self.loss_scales.forget()
@@ -223,11 +218,11 @@ class MixedPrecisionOptimizer:
         if stats is not None and max_norm > 0:
             total = clip_divisor(total, stats.norm, max_norm)
         try:
-            self._apply(grads, buckets, None if total is None else total.to(self.stepper.divides_in), self.found_inf)
+            self._apply(grads, buckets, None if total is None else total.to(self.stepper.divides_in))
         finally:  # a hook of the user's may raise on one rank: the scale moves on all
             if stats is not None:
                 self.loss_scales.update(stats)
-            self._forget_grads()
+            self.zero_grad()
         return result
 
     def _measure(self, grads: Grads) -> GradStats:
@@ -235,14 +230,9 @@ class MixedPrecisionOptimizer:
         norm_type, count_zeros = self.options.norm_type, self.recipe.count_zeros
         return grad_stats(grads, self._ranks, self.device, norm_type, count_zeros, flags)
 
-    def _apply(
-        self,
-        grads: Grads,
-        buckets: list[list[ParamShard]],
-        divisor: torch.Tensor | None,
-        found_inf: torch.Tensor | None,
-    ) -> None:
+    def _apply(self, grads: Grads, buckets: list[list[ParamShard]], divisor: torch.Tensor | None) -> None:
         """Divide by `divisor` (0-dim) and step, unless `found_inf` is 1. Empties `grads` to free them."""
+        found_inf = self.found_inf
         if found_inf is not None and not self.stepper.fuses_unscale:
             if bool(found_inf):  # the one host read, for an optimizer whose step cannot take `found_inf`
                 return

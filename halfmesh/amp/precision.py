@@ -24,20 +24,13 @@ _log = get_logger(__name__)
 _MASK = -1e8
 """Masks added to attention scores have values below this (-1e9, the least number), which work the same as -inf."""
 
-_MIXED_DTYPES = (
-    r"same (scalar )?d?type|d?types? must be the same|type \(.*should be the same|expected (scalar type|dtype)|"
-    "dtypes? match|dtype to be equal|mixed dtype"
-)
-"""In the words of torch's operations: matmul, convolution, attention, linear algebra, index_put, scatter."""
-_INTEGERS = r"(?i)\b(long|int|short|byte|char|bool)\b"
-"""Dtypes that no mode casts."""
+# In the words of torch's operations: matmul, convolution, attention, linear algebra, index_put, scatter.
+_MIXED_DTYPES = r"types? .*(the same|match|equal)|same (scalar )?d?type|expected (scalar type|dtype)|mixed dtype"
+_INTEGERS = r"(?i)\b(long|int|short|byte|char|bool)\b"  # which no mode casts
 
 FREQUENCIES = ("*inv_freq", "*freqs", "inv_timescales", "bands", "periods")
 """Names of frequencies in transformers, timm and others: times a position they are an angle, which rounding moves by
 radians. Such models compute angles in fp32, and cast sine and cosine to the dtype of what they rotate."""
-
-FP16_MAX_SCALE = 2.0**15
-"""The largest power of two in fp16, whose maximum is 65504: the gradient of an fp16 loss is the loss scale itself."""
 
 
 class Precision:
@@ -65,11 +58,9 @@ class Precision:
         """The scope that forward and criterion run in; with `enabled=False` the scope that switches its casts off."""
         if not self.recipe.autocast:
             return nullcontext()
-        if not enabled:
-            return torch.autocast(self.device.type, enabled=False)
-        if self.casts is not None:
+        if enabled and self.casts is not None:
             return o1_scope(self.casts, self.device.type)
-        return torch.autocast(self.device.type, self.recipe.compute_dtype)
+        return torch.autocast(self.device.type, self.recipe.compute_dtype, enabled)
 
     def backward(self) -> AbstractContextManager[Any]:
         """The scope that backward runs in, so that activation checkpointing casts as the forward did."""
@@ -93,8 +84,6 @@ class Precision:
 
     def run_in_autocast(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """`call(*args, **kwargs)` in the scope of `autocast`."""
-        if not self.recipe.autocast:
-            return call(*args, **kwargs)
         with self.autocast():
             return call(*args, **kwargs)
 
@@ -136,15 +125,9 @@ class Precision:
         )
 
     def cast_output(self, output: Any) -> Any:
-        """`output` of the model in the recipe's `output_dtype`. Raises InputError as `check_loss` if it has a loss."""
+        """`output` of the model in the recipe's `output_dtype`."""
         dtype = self.recipe.output_dtype
-
-        def cast(tensor: torch.Tensor) -> torch.Tensor:
-            if tensor.ndim == 0 and tensor.requires_grad:
-                self.check_loss(tensor)
-            return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-        return output if dtype is None else map_tensors(cast, output)
+        return output if dtype is None else map_tensors(lambda x: x.to(dtype) if x.is_floating_point() else x, output)
 
     def explain(self, model: nn.Module, error: RuntimeError) -> None:
         """Raise InputError if `error`, of a call of `model`, is torch's rejection to mix dtypes in a cast model."""
@@ -157,20 +140,8 @@ class Precision:
         stay = f"; these of the model stay in float32: {shorten(kept)}" if kept else ""
         raise InputError(
             f"in {where}: {error}. The mode casts weights and the model's inputs to {dtype}, but not tensors that "
-            f"forward creates or casts itself{stay}. Cast those before they meet others (x.to(self.weight.dtype)), or "
-            "set mode='torch', which casts for each operation"
+            f"forward makes{stay}. Cast those (x.to(self.weight.dtype)), or set mode='torch'"
         ) from error
-
-    def check_loss(self, loss: torch.Tensor) -> None:
-        """Raise InputError if the gradient of `loss`, which is the loss scale, is inf in its dtype at every step. (A
-        dynamic scale that is too large backs off automatically.)"""
-        scale = self.recipe.loss_scale
-        if loss.dtype != torch.float16 or scale is None or scale.dynamic or scale.initial <= FP16_MAX_SCALE:
-            return
-        raise InputError(
-            f"the static loss_scale {scale.initial:g} is too large for an fp16 loss, whose largest possible scale is "
-            f"{FP16_MAX_SCALE:g}. Lower it, or compute the loss in fp32, from output.float()"
-        )
 
 
 def cast_model(model: nn.Module, recipe: Recipe, excluded: Collection[int] = ()) -> None:
@@ -230,10 +201,7 @@ def find_overflow(name: str, value: torch.Tensor, dtype: torch.dtype | None) -> 
     if all(-largest <= end.item() <= largest for end in value.aminmax()):  # without a copy
         return None
     most = value.abs().nan_to_num(0.0, posinf=0.0).max().item()
-    words = (
-        f"{name!r} holds values up to {most:g}, but the maximum of {dtype_name(dtype)} is {largest:g}; use bf16, or "
-        "mode='torch'"
-    )
+    words = f"{name!r} holds values up to {most:g}, above the maximum of {dtype_name(dtype)}; use bf16, or mode='torch'"
     return words if most > largest else None
 
 
@@ -275,15 +243,14 @@ def find_kept_problems(model: nn.Module, recipe: Recipe) -> Iterator[str]:
         is_argument = head != "*" and any(fnmatchcase(name, head) for name in arguments)
         if not is_argument and not any(_matches(name, pattern) for name in tensors):
             yield (
-                "keep_fp32: no buffer, parameter or argument of the model's forward is named "
-                f"{pattern!r}{did_you_mean(pattern, [*arguments, *tensors])} (its arguments: {shorten(arguments)}; an "
-                f"entry of a dict among them is written as '{arguments[0] if arguments else 'batch'}.key')"
+                f"keep_fp32: no buffer, parameter or argument of the model's forward is named {pattern!r}"
+                f"{did_you_mean(pattern, [*arguments, *tensors])} (its arguments: {shorten(arguments)})"
             )
 
 
-def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def named_tensors(model: nn.Module, recurse: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters and buffers, under each of their names."""
-    return chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+    return chain(model.named_parameters("", recurse, False), model.named_buffers("", recurse, False))
 
 
 def _keeps(recipe: Recipe) -> bool:

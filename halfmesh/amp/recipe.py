@@ -122,12 +122,6 @@ def trainable_dtypes(recipe: Recipe) -> set[torch.dtype]:
     return {torch.float32} if recipe.keep_batchnorm_fp32 else {torch.float32, recipe.param_dtype or torch.float64}
 
 
-def wider_format(device: torch.device) -> str:
-    """Advice for a run whose numbers leave the range of fp16."""
-    emulates = device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False)
-    return "compute in fp32 (this GPU has no bf16)" if emulates else "use bf16"
-
-
 FP32 = Recipe()
 """The recipe of a config without `fp16` or `bf16`."""
 

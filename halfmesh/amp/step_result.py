@@ -14,7 +14,7 @@ from ..errors import NonFiniteError
 from ..utils.log import get_logger
 from ..utils.param_shard import Ranks
 from .grad_norm import Grads, GradStats, first_nonfinite
-from .recipe import Recipe, UpdateOptions, wider_format
+from .recipe import Recipe, UpdateOptions
 
 _log = get_logger(__name__)
 
@@ -109,7 +109,7 @@ class SkipCounter:
 
     def __init__(self, options: UpdateOptions, recipe: Recipe, device: torch.device, ranks: Ranks) -> None:
         self.limit = options.max_consecutive_skips
-        self.wider = wider_format(device) if recipe.compute_dtype == torch.float16 else ""
+        self.wider = "use bf16" if recipe.compute_dtype == torch.float16 else ""
         self._skips = options.skips_nonfinite(recipe)
         self._raises = options.on_nonfinite == "raise"
         self._samples = not (options.max_norm > 0 or options.needs_grad_norm(recipe))

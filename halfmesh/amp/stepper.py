@@ -49,15 +49,12 @@ class Stepper:
         divides_in: the dtype of the divisor: fp32, all that fused kernels take; float64 if parameters are in float64,
             and then gradients are divided before the kernel.
         scope: a scope around each call of an optimizer's step.
-        used: on a CPU the gradients of the last update, until the next backward. (Freed at once, malloc returns them
-            to the system and takes them again page by page: a tenth of a small ViT's step.)
     """
 
     def __init__(self, masters: MasterWeights, device: torch.device, allow_fused: bool) -> None:
         self.optimizer = masters.optimizer
         self.parts = parts_of(masters.optimizer)
         self.scope: Callable[[], AbstractContextManager[None]] = nullcontext
-        self.used: list[torch.Tensor] = []
         self.switched: set[tuple[optim.Optimizer, int]] = set()
         self._allow_fused = allow_fused
         self._masters = masters
@@ -77,8 +74,8 @@ class Stepper:
         """The settings on which the choice of an implementation depends."""
         settings: list[Any] = [vars(part).get("step") for part in self.parts]
         for group in self.optimizer.param_groups:
-            params = group["params"]
-            settings += [*map(id, params), *map(torch.Tensor.stride, params), *map(bool, map(group.get, _SETTINGS))]
+            settings += [(id(param), param.stride()) for param in group["params"]]
+            settings += [bool(group.get(name)) for name in _SETTINGS]
         return settings
 
     def sync(self) -> None:
@@ -209,7 +206,6 @@ class Stepper:
         if bucketed or not self._masters.masters:  # else they fit already
             self._fit(shards, all_grads)
         targets, grads = [self._masters.stepped[s] for s in shards], [all_grads.pop(s) for s in shards]
-        self.used = grads if self._device.type == "cpu" else []
         for target, grad in zip(targets, grads, strict=True):
             if target.grad is not grad:
                 target.grad = grad
@@ -249,8 +245,8 @@ class Stepper:
     def _reject_calls_from_outside(self, *_: Any) -> None:
         if not self._stepping:
             raise InputError(
-                "optimizer.step() was called outside the engine, when gradients may be scaled, incomplete or "
-                "unchecked; call engine.step(), or step() of the optimizer that convert_to_amp returned"
+                "optimizer.step() was called outside the engine, which may have scaled its gradients; call "
+                "engine.step(), or step() of the optimizer that convert_to_amp returned"
             )
 
 
@@ -262,11 +258,8 @@ def is_stepped(optimizer: optim.Optimizer) -> bool:
 
 def is_elementwise(optimizer: optim.Optimizer) -> bool:
     """Return True if several calls of `step`, each with some of the gradients, do the same as one call with all."""
-    return (
-        type(optimizer) in _ELEMENTWISE
-        and _has_own_step(optimizer)
-        and getattr(optimizer, "unit", "element") == "element"
-    )
+    is_elementwise = type(optimizer) in _ELEMENTWISE and getattr(optimizer, "unit", "element") == "element"
+    return is_elementwise and _has_own_step(optimizer)
 
 
 def _has_own_step(optimizer: optim.Optimizer) -> bool:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import textwrap
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -193,48 +194,29 @@ def judge_scale(scale: float) -> Iterator[str]:
 # -- measuring ---------------------------------------------------------------------------------------------------------
 
 
-_NOTHING = TensorStats()
+Part = Literal["outputs", "gradients", "weights"]
+"""What is measured of a module: its outputs, their gradients, and the complete gradients of its parameters."""
 
 
-@dataclass
-class _Layer:
-    """The measurements of a module that has direct parameters, by one rank or several together."""
-
-    kind: str
-    param_dtype: torch.dtype
-    masters: bool
-    outputs: TensorStats = _NOTHING
-    gradients: TensorStats = _NOTHING
-    """Of outputs."""
-    weights: TensorStats = _NOTHING
-    """Of the parameters' complete gradients."""
-
-    def add(self, other: _Layer) -> None:
-        """Add the measurements of another rank."""
-        self.masters |= other.masters
-        self.outputs += other.outputs
-        self.gradients += other.gradients
-        self.weights += other.weights
-
-    def row(self, name: str, scale: float) -> LayerPrecision:
-        """The same for the report."""
-        outputs, gradients, weights = self.outputs, self.gradients, self.weights
-        return LayerPrecision(
-            name=name,
-            kind=self.kind,
-            param_dtype=dtype_name(self.param_dtype),
-            masters=self.masters,
-            output_dtype=dtype_name(outputs.dtype),
-            largest_output=outputs.largest if outputs.dtype else None,
-            output_share=outputs.largest / largest_number(outputs.dtype) if outputs.dtype else None,
-            gradient_dtype=dtype_name(gradients.dtype),
-            largest_gradient=gradients.largest / scale if gradients.dtype else None,
-            gradient_share=gradients.largest / largest_number(gradients.dtype) if gradients.dtype else None,
-            zero_gradients=_share(gradients.zeros, gradients),
-            subnormal_gradients=_share(gradients.subnormal, gradients),
-            subnormal_weight_gradients=_share(weights.subnormal, weights),
-            nonfinite=outputs.nonfinite + gradients.nonfinite + weights.nonfinite,
-        )
+def _row(name: str, kind: str, param_dtype: torch.dtype, masters: bool, scale: float, *seen: TensorStats) -> Any:
+    """The measurements of a module, by all ranks together, for the report."""
+    outputs, gradients, weights = seen
+    return LayerPrecision(
+        name=name,
+        kind=kind,
+        param_dtype=dtype_name(param_dtype),
+        masters=masters,
+        output_dtype=dtype_name(outputs.dtype),
+        largest_output=outputs.largest if outputs.dtype else None,
+        output_share=outputs.largest / largest_number(outputs.dtype) if outputs.dtype else None,
+        gradient_dtype=dtype_name(gradients.dtype),
+        largest_gradient=gradients.largest / scale if gradients.dtype else None,
+        gradient_share=gradients.largest / largest_number(gradients.dtype) if gradients.dtype else None,
+        zero_gradients=_share(gradients.zeros, gradients),
+        subnormal_gradients=_share(gradients.subnormal, gradients),
+        subnormal_weight_gradients=_share(weights.subnormal, weights),
+        nonfinite=sum(stats.inf + stats.nan for stats in seen),
+    )
 
 
 def _share(count: int, stats: TensorStats) -> float | None:
@@ -249,35 +231,33 @@ class PrecisionSurvey(Probes):
         self._update = update = state.update
         self._progress = progress
         self.report = PrecisionReport(dtype_name(update.recipe.compute_dtype))
-        trained = {shard.name: shard for shard in update.master_weights.trained if shard.param.requires_grad}
-        self._layers: dict[str, _Layer] = {}
+        self._kinds: dict[str, tuple[str, torch.dtype]] = {}  # of modules that have direct parameters
         for name, module in state.model.named_modules():
-            own = dict(module.named_parameters(name, recurse=False))
-            if own:
-                masters = any(_has_master(trained[p], update) for p in own if p in trained)
-                self._layers[name] = _Layer(type(module).__name__, compute_dtype(next(iter(own.values()))), masters)
+            for param in module.parameters(recurse=False):
+                self._kinds.setdefault(name, (type(module).__name__, compute_dtype(param)))
+        trained = [shard for shard in update.master_weights.trained if shard.param.requires_grad]
+        self._with_masters = {_owner(shard) for shard in trained if _has_master(shard, update)}
+        self._seen: dict[tuple[str, Part], TensorStats] = {}
         self._scale: float | None = None  # no step was taken yet
 
+    def _measure(self, name: str, part: Part, tensor: torch.Tensor) -> None:
+        if name in self._kinds and tensor.is_floating_point():
+            self._seen[name, part] = self._seen.get((name, part), TensorStats()) + measure(tensor)
+
     def left(self, visit: Visit, outputs: Sequence[torch.Tensor]) -> None:
-        layer = self._layers.get(visit.name)
-        if layer is not None:
-            layer.outputs = sum((measure(out) for out in outputs if out.is_floating_point()), layer.outputs)
+        for output in outputs:
+            self._measure(visit.name, "outputs", output)
 
     def gradient(self, visit: Visit, grad: torch.Tensor, order: int) -> None:
-        layer = self._layers.get(visit.name)
-        if layer is not None:
-            layer.gradients += measure(grad)
+        self._measure(visit.name, "gradients", grad)
 
     def before_step(self) -> None:
         """Measure the gradients that this rank's optimizer steps with."""
-        update = self._update
-        self._scale = update.loss_scales.current()[0]
-        for layer in self._layers.values():
-            layer.weights = _NOTHING  # inside a cycle those of the next microbatch are sums with these
-        for shard, grad in update.gradients().items():
-            owner = shard.name.rpartition(".")[0]
-            if owner in self._layers:
-                self._layers[owner].weights += measure(grad)
+        self._scale = self._update.loss_scales.current()[0]
+        for name in self._kinds:
+            self._seen.pop((name, "weights"), None)  # inside a cycle those of the next microbatch are sums with these
+        for shard, grad in self._update.gradients().items():
+            self._measure(_owner(shard), "weights", grad)
 
     def finish(self, context: ParallelContext) -> None:
         """Fill the report, the same over all ranks of `context`, which call this together.
@@ -292,21 +272,34 @@ class PrecisionSurvey(Probes):
             )
         report, results = self.report, self._progress.results
         recipe, losses = self._update.recipe, self._update.loss_scales
-        layers: dict[str, _Layer] = {}
-        for theirs in context.everyone(self._layers):
-            for name, layer in theirs.items():
-                if layers.setdefault(name, layer) is not layer:
-                    layers[name].add(layer)
+        kinds: dict[str, tuple[str, torch.dtype]] = {}
+        with_masters: set[str] = set()
+        seen: defaultdict[tuple[str, Part], TensorStats] = defaultdict(TensorStats)
+        for their_kinds, theirs_with_masters, theirs in context.everyone((self._kinds, self._with_masters, self._seen)):
+            kinds = {**kinds, **their_kinds}
+            with_masters |= theirs_with_masters
+            for key, stats in theirs.items():
+                seen[key] += stats
         report.loss_scale = self._scale if losses.scalers else None
         report.is_dynamic = recipe.loss_scale is not None and recipe.loss_scale.dynamic
         report.skipped, report.updates = sum(result.skipped for result in results), len(results)
         if recipe.compute_dtype == torch.float16:
-            seen = [layer.gradients for layer in layers.values()]
-            if not losses.several:  # else complete gradients are unscaled already
-                seen += [layer.weights for layer in layers.values()]
-            report.room = _room(seen)
-        report.layers = tuple(layer.row(name, self._scale) for name, layer in layers.items())
+            # Of several losses complete gradients are unscaled already.
+            scaled = [
+                stats
+                for (_, part), stats in seen.items()
+                if part == "gradients" or (part == "weights" and not losses.several)
+            ]
+            report.room = _room(scaled)
+        report.layers = tuple(
+            _row(name, *kind, name in with_masters, self._scale, *(seen[name, part] for part in get_args(Part)))
+            for name, kind in kinds.items()
+        )
         report.findings = tuple(find_problems(report))
+
+
+def _owner(shard: ParamShard) -> str:
+    return shard.name.rpartition(".")[0]
 
 
 def _has_master(shard: ParamShard, update: MixedPrecisionOptimizer) -> bool:
@@ -317,6 +310,6 @@ def _has_master(shard: ParamShard, update: MixedPrecisionOptimizer) -> bool:
 def _room(seen: Sequence[TensorStats]) -> float | None:
     """The factor, a power of two, by which the loss scale could grow before a gradient overflows float16."""
     largest = max((stats.largest for stats in seen), default=0.0)
-    if not largest or any(stats.nonfinite for stats in seen):
+    if not largest or any(stats.inf + stats.nan for stats in seen):
         return None
     return 2.0 ** math.floor(math.log2(largest_number(torch.float16) / largest))

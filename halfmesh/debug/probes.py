@@ -195,11 +195,6 @@ class TensorStats:
         sums = {name: getattr(self, name) + getattr(other, name) for name in names}
         return TensorStats(self.dtype or other.dtype, **sums, largest=max(self.largest, other.largest))
 
-    @property
-    def nonfinite(self) -> int:
-        """The number of elements that are inf or nan."""
-        return self.inf + self.nan
-
 
 @torch.no_grad()
 def measure(tensor: torch.Tensor) -> TensorStats:

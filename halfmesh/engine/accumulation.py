@@ -139,7 +139,6 @@ class Accumulation:
                 f"backward takes a scalar loss tensor, but got {given}; let the criterion reduce it "
                 "(reduction='mean'); if it returns (sum, weight), set loss_reduction='weighted'"
             )
-        self.precision.check_loss(loss)
         if isinstance(weight, torch.Tensor):
             weight = weight.detach().to(loss.device, torch.float64, non_blocking=True)
         elif weight is not None:  # filled there: a copy from the host would be waited for

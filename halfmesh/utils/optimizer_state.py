@@ -28,7 +28,10 @@ def join_optimizers(given: Any) -> Any:
 def _complete(optimizer: optim.Optimizer) -> None:
     """Give an optimizer that steps another one, but did not call Optimizer.__init__ (timm's Lookahead), what it lacks:
     the state of that one, whose groups it shares, and hooks, of which those on loads are that one's."""
-    inner = [] if hasattr(optimizer, "_optimizer_load_state_dict_post_hooks") else inner_optimizers(optimizer)
+    is_complete = hasattr(optimizer, "_optimizer_load_state_dict_post_hooks")
+    if is_complete or type(optimizer).load_state_dict is optim.Optimizer.load_state_dict:
+        return
+    inner = inner_optimizers(optimizer)
     if len(inner) == 1 and inner[0].param_groups is optimizer.param_groups:
         optimizer.__setstate__({"state": inner[0].state})
         vars(optimizer)["register_load_state_dict_post_hook"] = inner[0].register_load_state_dict_post_hook

@@ -75,7 +75,7 @@ def test_sparse_gradients_are_rejected_where_a_norm_is_needed():
     param = nn.Parameter(torch.zeros(4, 2))
     update = make_update([param], OPTIMIZERS["sgd"], max_norm=1.0)
     param.grad = grad
-    with pytest.raises(InputError, match=r"gradient of 'p0' is sparse .*sparse=False"):
+    with pytest.raises(InputError, match=r"gradient of 'p0' is sparse.*sparse=False"):
         update.step()
 
 

@@ -103,7 +103,7 @@ def test_misuse_of_the_engine():
     for call, message in [
         (lambda: engine.criterion(1, 2), "no criterion was given to initialize"),
         (engine.step, r"engine.step\(\) was called before engine.backward"),
-        (lambda: engine.backward(torch.tensor(1.0), loss_id=1), "loss_id=1 is not allowed with 1 loss"),
+        (lambda: engine.backward(torch.tensor(1.0), loss_id=1), "loss_id=1 is not allowed; allowed: 0 to 0"),
         (lambda: iter(engine.dataloader), "no dataloader was given to initialize"),
         (lambda: iter(engine.eval_dataloader), "no eval_dataloader was given to initialize"),
         (
