@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -17,18 +18,21 @@ from .recipe import LossScale, Recipe
 if TYPE_CHECKING:
     from .precision import Precision
 
+# The initial value of a dynamic scale (apex.amp.scaler).
 INITIAL_SCALE = 2.0**16
-"""The initial value of a dynamic scale (apex.amp.scaler)."""
 
 
 @dataclass(frozen=True)
 class Properties:
-    """The settings of an opt level."""
+    """The settings of an opt level.
+
+    Attributes:
+        cast_model_type: the dtype of parameters, buffers and inputs; None leaves them unchanged.
+        patch_torch_functions: cast for each function, by O1's lists.
+    """
 
     cast_model_type: Literal["float32", "float16"] | None
-    """The dtype of parameters, buffers and inputs; None leaves them unchanged."""
     patch_torch_functions: bool
-    """Cast for each function, by O1's lists."""
     keep_batchnorm_fp32: bool
     master_weights: bool
     loss_scale: float | Literal["dynamic"]
@@ -46,24 +50,17 @@ OPT_LEVELS = MappingProxyType(
 
 
 def _to_dtype_name(value: Any) -> Any:
-    """torch.float16, as apex has it, or its name."""
-    name = str(value).removeprefix("torch.") if isinstance(value, (torch.dtype, str)) else value
-    if name == "bfloat16":
-        raise ValueError("apex has no bf16; use bf16 = dict(mode='naive') or dict(mode='torch')")
-    return {"half": "float16", "float": "float32"}.get(name, name) if isinstance(name, str) else value
+    """apex has torch.float16."""
+    return str(value).removeprefix("torch.") if isinstance(value, (torch.dtype, str)) else value
 
 
-def _to_bool(value: Any) -> Any:
-    """apex also takes the strings "True" and "False", from command lines."""
-    return {"True": True, "False": False}.get(value, value) if isinstance(value, str) else value
-
-
-def _to_scale(value: Any) -> Any:
-    """apex also takes a number as a string, from command lines."""
-    try:
+def _from_text(value: Any) -> Any:
+    """apex also takes numbers and booleans as strings, from command lines."""
+    if value in ("True", "False"):
+        return value == "True"
+    with suppress(ValueError):
         return float(value) if isinstance(value, str) else value
-    except ValueError:
-        return value
+    return value
 
 
 _DtypeName = Annotated[Literal["float32", "float16"], BeforeValidator(_to_dtype_name)]
@@ -73,32 +70,35 @@ class ApexOptions(Options):
     """The keys of mode apex: the arguments of `apex.amp.initialize`, with its names and defaults.
 
     A key that is None has the value of the opt level.
+
+    Attributes:
+        enabled: false turns the mode off: fp32 without loss scaling, as in apex.
+        cast_model_type: the dtype of parameters, buffers and inputs: torch.float16, torch.float32 or their names. False
+            casts nothing.
+        patch_torch_functions: false turns off the casts of O1.
+        loss_scale: A number is a static scale: it never changes, and no step is skipped.
+        num_losses: the number of losses. Each has a separate loss scale: `engine.backward(loss, loss_id)`.
+        verbosity: 1 logs changes of a dynamic loss scale, 0 does not.
+        min_loss_scale: the lower bound of a dynamic scale. None: no bound.
+        max_loss_scale: the upper bound of a dynamic scale.
+        backend: the library that casts: halfmesh, or an installed apex.amp (CUDA only).
+        keep_fp32: patterns of names that are not cast, as in mode naive. apex has no such key.
     """
 
     enabled: bool = True
-    """False turns the mode off: fp32 without loss scaling, as in apex."""
     opt_level: Literal["O0", "O1", "O2", "O3"] = "O1"
     cast_model_type: _DtypeName | Literal[False] | None = None
-    """The dtype of parameters, buffers and inputs: torch.float16, torch.float32 or their names. False casts nothing."""
     patch_torch_functions: bool | None = None
-    """False turns off the casts of O1."""
-    keep_batchnorm_fp32: Annotated[bool | None, BeforeValidator(_to_bool)] = None
+    keep_batchnorm_fp32: Annotated[bool | None, BeforeValidator(_from_text)] = None
     master_weights: bool | None = None
-    loss_scale: Annotated[Literal["dynamic"] | Scale | None, BeforeValidator(_to_scale)] = None
-    """A number is a static scale: it never changes, and no step is skipped."""
+    loss_scale: Annotated[Literal["dynamic"] | Scale | None, BeforeValidator(_from_text)] = None
     cast_model_outputs: _DtypeName | None = None
     num_losses: PositiveInt = 1
-    """The number of losses. Each has a separate loss scale: `engine.backward(loss, loss_id)`."""
     verbosity: int = Field(1, ge=0)
-    """1 logs changes of a dynamic loss scale, 0 does not."""
     min_loss_scale: PositiveFloat | None = None
-    """The lower bound of a dynamic scale. None: no bound."""
     max_loss_scale: Scale = 2.0**24
-    """The upper bound of a dynamic scale."""
     backend: Literal["native", "apex"] = "native"
-    """The library that casts: halfmesh, or an installed apex.amp (CUDA only)."""
     keep_fp32: Names = ()
-    """Patterns of names that are not cast, as in mode naive. apex has no such key."""
 
     @model_validator(mode="after")
     def _consistent(self) -> ApexOptions:

@@ -30,8 +30,8 @@ class ApexPrecision(Precision):
         super().__init__(recipe, device)
         self.casts = None  # apex uses its own lists
         self._keys = keys
+        # By module or class, and name: torch's function and apex's replacement of it.
         self._functions: dict[tuple[Any, str], tuple[Any, Any]] = {}
-        """By module or class, and name: torch's function and apex's replacement of it."""
 
     def __deepcopy__(self, memo: Any) -> ApexPrecision:
         return self  # a copy of a converted model; modules, which are among the keys, cannot be copied

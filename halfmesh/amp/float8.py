@@ -23,10 +23,10 @@ from ..utils.torch_private import has_no_memory
 Scaling = Literal["tensorwise", "rowwise"]
 Emulate = Literal["auto", True, False]
 
+# Names of output layers in timm, torchvision, transformers and nanoGPT. Their logits suffer most from float8.
 HEADS = ("*head", "*classifier", "*score", "fc", "output", "*.decoder")
-"""Names of output layers in timm, torchvision, transformers and nanoGPT. Their logits suffer most from float8."""
+# The tensor cores' float8 products need sizes that this divides.
 MULTIPLE = 16
-"""The tensor cores' float8 products need sizes that this divides."""
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from ..errors import InputError
 from ..utils.param_shard import ParamShard, Ranks
 from ..utils.tensors import in_memory_order
 
+# Local gradients, of any dtype.
 Grads = Mapping[ParamShard, torch.Tensor]
-"""Local gradients, of any dtype."""
 
 # A plain CPU norm of 40 M fp32 elements is 6e-3 too low; in chunks of this many elements the error is 3e-7.
 _CHUNK = 65536
@@ -22,16 +22,19 @@ _CHUNK = 65536
 
 @dataclass(slots=True)
 class GradStats:
-    """Statistics of one step's gradients, equal on all ranks: tensors on the device, which the host has not read."""
+    """Statistics of one step's gradients, equal on all ranks: tensors on the device, which the host has not read.
+
+    Attributes:
+        norm: norm over all ranks (0-dim float64) of the gradients, still scaled. inf or nan if one of them is.
+        found_inf: 1.0 if any gradient on any rank is inf or nan, else 0.0 (0-dim float32).
+        num_zeros: number of gradient elements over all ranks that are exactly zero (0-dim float64), with `count_zeros`.
+        flags: the `flags` given to `grad_stats`, summed over the ranks (float64).
+    """
 
     norm: torch.Tensor
-    """Norm over all ranks (0-dim float64) of the gradients, still scaled. inf or nan if one of them is."""
     found_inf: torch.Tensor
-    """1.0 if any gradient on any rank is inf or nan, else 0.0 (0-dim float32)."""
     num_zeros: torch.Tensor | None
-    """Number of gradient elements over all ranks that are exactly zero (0-dim float64), with `count_zeros`."""
     flags: torch.Tensor | None
-    """The `flags` given to `grad_stats`, summed over the ranks (float64)."""
 
 
 def grad_stats(

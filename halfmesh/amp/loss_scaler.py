@@ -18,8 +18,8 @@ from .step_result import HostCopy, is_captured
 
 _log = get_logger(__name__)
 
+# Below this fp32 has no full precision, and soon none at all: a scale of zero could not be divided by.
 _SMALLEST = 2.0**-126
-"""Below this fp32 has no full precision, and soon none at all: a scale of zero could not be divided by."""
 
 
 class LossScaler:
@@ -146,7 +146,7 @@ class LossScales:
             return scale, carried
         elif carried is None:
             return scale, torch.full((), divisor, dtype=torch.float64, device=self._device)
-        return scale, divisor if carried is None else carried * divisor
+        return scale, divisor if carried is None else carried * divisor  # type: ignore[return-value]
 
     def update(self, stats: GradStats) -> None:
         """Move the scales, after the step: the gradients were divided by the scale that backward had."""

@@ -18,9 +18,8 @@ from .recipe import HALF
 _log = get_logger(__name__)
 
 _UNCOUNTED = (
-    "%s in the model and their fp32 master weights differ: one was written through `.data`, which leaves the other "
-    "unchanged. The model and saves use the model's values, but the next step trains the masters. Write without "
-    ".data, as in `with torch.no_grad(): param.copy_(...)`"
+    "%s in the model and their fp32 master weights differ: one was written through `.data`. Saves have the model's "
+    "values, but the next step trains the masters. Write as in `with torch.no_grad(): param.copy_(...)`"
 )
 
 
@@ -208,14 +207,13 @@ class MasterWeights:
 
     def reject_unfit(self, values: Mapping[str, torch.Tensor]) -> None:
         """Raise InputError unless `values` are of these masters, or empty, from a mode without masters."""
-        own = {shard.name: self.masters[shard.param] for shard in self.with_master}
-        unfit = [name for name, value in values.items() if name in own and value.shape != own[name].shape]
-        if own and values and (unfit or own.keys() != values.keys()):
-            names = sorted(own.keys() ^ values.keys()) or unfit
+        own = {(shard.name, self.masters[shard.param].shape) for shard in self.with_master}
+        unfit = own ^ {(name, value.shape) for name, value in values.items()}
+        if own and values and unfit:
+            names = shorten(sorted({name for name, _ in unfit}))
             raise InputError(
-                f"the fp32 masters in this state do not fit: {shorten(names)} are missing there, unknown here, or "
-                "have another shape; load a state of the same model with the same parameters in the optimizer, or "
-                "only the weights with model.load_state_dict"
+                f"the fp32 masters in this state do not fit: {names} are missing there, unknown here, or have another "
+                "shape; load a state of the same model, or only its weights"
             )
 
     def _reject_unknown_params(self) -> None:
@@ -225,9 +223,8 @@ class MasterWeights:
             sharded = {id(p): s.name for s in self.shards if s.source for p in (s.source.param, s.original)}
             names = [sharded.get(id(param), place) for place, param in foreign.items()]
             raise InputError(
-                f"{shorten(names)} joined the optimizer after initialize, when it takes only parameters of "
-                "this rank's model, and none under zero1 and fsdp. Add them before initialize (you can freeze them "
-                "and unfreeze them later), or take them from engine.model, not from a list made before"
+                f"{shorten(names)} joined the optimizer after initialize, when it takes only parameters of this "
+                "rank's engine.model, and none under zero1 and fsdp. Add them before initialize; you can freeze them"
             )
 
 

@@ -16,14 +16,19 @@ class NaiveOptions(Options):
     """The keys of mode naive, with Colossal-AI's names and defaults.
 
     One default differs: `initial_scale` is 2**16. With Colossal-AI's 2**32, the first ~20 steps are skipped.
+
+    Attributes:
+        loss_scale: A number is a static scale, which never changes. Updates with inf or nan are skipped, as in
+            Colossal-AI.
+        masters: split (bf16 only): store only the 16 bits that the bf16 weights do not hold. The masters have equal
+            values.
+        log_num_zeros_in_grad: count the zeros in the gradients of each step, for `StepResult.num_zeros`.
+        keep_fp32: patterns of names of buffers, parameters and arguments of the model's forward that are not cast.
     """
 
     loss_scale: Literal["dynamic"] | Scale = "dynamic"
-    """A number is a static scale, which never changes. Updates with inf or nan are skipped, as in Colossal-AI."""
     masters: Literal["float32", "split"] = "float32"
-    """split (bf16 only): store only the 16 bits that the bf16 weights do not hold. The masters have equal values."""
     log_num_zeros_in_grad: bool = False
-    """Count the zeros in the gradients of each step, for `StepResult.num_zeros`."""
     initial_scale: Scale = 2.0**16
     growth_factor: GrowthFactor = 2.0
     backoff_factor: BackoffFactor = 0.5
@@ -33,7 +38,6 @@ class NaiveOptions(Options):
     min_scale: Scale = 1.0
     verbose: bool = False
     keep_fp32: Names = ()
-    """Patterns of names of buffers, parameters and arguments of the model's forward that are not cast."""
 
     @model_validator(mode="after")
     def _consistent(self) -> NaiveOptions:

@@ -89,20 +89,18 @@ def _listed() -> Iterator[tuple[Cast, Any, Iterable[str]]]:
     yield Cast.NOT_HALF, torch.Tensor, ("__ipow__",)
 
 
+# The cast of each listed function, by the function object that torch passes to a TorchFunctionMode. Made on import:
+# backend="apex" replaces these functions later.
 O1_LISTS = MappingProxyType(
     {getattr(owner, name): cast for cast, owner, names in _listed() for name in names if hasattr(owner, name)}
 )
-"""The cast of each listed function, by the function object that torch passes to a TorchFunctionMode.
-
-Made on import: backend="apex" replaces these functions later.
-"""
 
 
 # -- additions to the lists ------------------------------------------------------------------------------------
 
 _MARK = "halfmesh_cast"
+# An operator of torch.ops with all its overloads, and one overload.
 _TORCH_OPS = type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor)
-"""An operator of torch.ops with all its overloads, and one overload."""
 
 
 class CastTable:
@@ -110,8 +108,8 @@ class CastTable:
 
     def __init__(self) -> None:
         self._casts = dict(O1_LISTS)
+        # Weights that were cast in an earlier generation are cast again.
         self.generation = 0
-        """Weights that were cast in an earlier generation are cast again."""
 
     def get(self, function: Callable[..., Any]) -> Cast | None:
         """Return the cast of `function`, or None if its arguments are not cast."""
@@ -208,8 +206,8 @@ def _marked(function: _Function, cast: Cast) -> _Function:
 # -- the scope -------------------------------------------------------------------------------------------------
 
 _DATA: Any = torch.Tensor.data
+# The operators of fused optimizers. Neither these nor writes through `param.data` count as changes of a tensor.
 _FUSED_STEPS = frozenset(getattr(torch, n) for n in dir(torch) if n.startswith("_fused_") and n.endswith("_"))
-"""The operators of fused optimizers. Neither these nor writes through `param.data` count as changes of a tensor."""
 
 
 @contextmanager

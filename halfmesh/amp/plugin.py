@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from .precision import Precision
 
 
+# The key of a config that names a mode, and the dtype for the mode's recipe.
 PRECISIONS = MappingProxyType({"fp16": "float16", "bf16": "bfloat16", "fp8": "float8_e4m3fn"})
-"""The key of a config that names a mode, and the dtype for the mode's recipe."""
 
 
 class AMP_TYPE(StrEnum):  # noqa: N801 (the name that Colossal-AI's configs use)
@@ -33,20 +33,23 @@ class AMP_TYPE(StrEnum):  # noqa: N801 (the name that Colossal-AI's configs use)
 
 @dataclass(frozen=True)
 class Composes:
-    """The features that a precision mode works with. By default: one process, or data parallelism with `replicate`."""
+    """The features that a precision mode works with. By default: one process, or data parallelism with `replicate`.
+
+    Attributes:
+        parallel: the names of axes (`AXES`) and data strategies (`DATA_STRATEGIES`) that the mode works with.
+        devices: the types of the devices that the mode works on.
+        dtypes: the dtypes (values of `PRECISIONS`) that the mode supports.
+        why_not: for a rejected axis, data strategy, device or dtype: the reason and the alternative, for the error.
+    """
 
     parallel: frozenset[str] = frozenset({"replicate"})
-    """The names of axes (`AXES`) and data strategies (`DATA_STRATEGIES`) that the mode works with."""
     devices: frozenset[str] = frozenset({"cpu", "cuda"})
-    """The types of the devices that the mode works on."""
     dtypes: frozenset[str] = frozenset({"float16", "bfloat16"})
-    """The dtypes (values of `PRECISIONS`) that the mode supports."""
     why_not: Mapping[str, str] = field(default_factory=dict)
-    """For a rejected axis, data strategy, device or dtype: the reason and the alternative, for the error."""
 
 
+# All built-in axes and data strategies, for modes that work with all of them.
 ALL_PARALLEL = frozenset({"tensor", "pipeline", "context", "expert", "replicate", "zero1", "fsdp"})
-"""All built-in axes and data strategies, for modes that work with all of them."""
 
 
 class AMPPlugin(ABC):
@@ -56,16 +59,19 @@ class AMPPlugin(ABC):
         class MyMode(AMPPlugin): ...
 
     A config can then name the mode. halfmesh checks its keys with the rest of the config.
+
+    Attributes:
+        options: the mode's config keys, with their defaults and bounds.
+        composes: the features that the mode works with. halfmesh rejects a config that combines the mode with another
+            feature.
+        scale_keys: the keys of `options` that apply to loss scaling only. They are rejected under bf16 and fp8.
+        float8_keys: the keys of `options` that apply to float8 only. They are rejected under fp16 and bf16.
     """
 
     options: ClassVar[type[Options]]
-    """The mode's config keys, with their defaults and bounds."""
     composes: ClassVar[Composes] = Composes()
-    """The features that the mode works with. halfmesh rejects a config that combines the mode with another feature."""
     scale_keys: ClassVar[frozenset[str]] = frozenset()
-    """The keys of `options` that apply to loss scaling only. They are rejected under bf16 and fp8."""
     float8_keys: ClassVar[frozenset[str]] = frozenset()
-    """The keys of `options` that apply to float8 only. They are rejected under fp16 and bf16."""
 
     @classmethod
     @abstractmethod

@@ -21,16 +21,16 @@ from .recipe import HALF, Recipe
 
 _log = get_logger(__name__)
 
+# Masks added to attention scores have values below this (-1e9, the least number), which work the same as -inf.
 _MASK = -1e8
-"""Masks added to attention scores have values below this (-1e9, the least number), which work the same as -inf."""
 
 # In the words of torch's operations: matmul, convolution, attention, linear algebra, index_put, scatter.
 _MIXED_DTYPES = r"types? .*(the same|match|equal)|same (scalar )?d?type|expected (scalar type|dtype)|mixed dtype"
 _INTEGERS = r"(?i)\b(long|int|short|byte|char|bool)\b"  # which no mode casts
 
+# Names of frequencies in transformers, timm and others: times a position they are an angle, which rounding moves by
+# radians. Such models compute angles in fp32, and cast sine and cosine to the dtype of what they rotate.
 FREQUENCIES = ("*inv_freq", "*freqs", "inv_timescales", "bands", "periods")
-"""Names of frequencies in transformers, timm and others: times a position they are an angle, which rounding moves by
-radians. Such models compute angles in fp32, and cast sine and cosine to the dtype of what they rotate."""
 
 
 class Precision:

@@ -17,30 +17,33 @@ HALF = frozenset({torch.float16, torch.bfloat16})
 class LossScale:
     """The initial value of a loss scale, and how it changes. The defaults are those of `torch.amp.GradScaler`.
 
+    Attributes:
+        initial: the scale of the first update.
+        dynamic: adapt the scale to overflows. False: it stays `initial`.
+        growth_factor: the scale is multiplied by this when it grows.
+        backoff_factor: the scale is multiplied by this when it is lowered after an overflow.
+        growth_interval: the number of updates in a row without overflow after which the scale grows.
+        hysteresis: the number of overflows until the scale is lowered: 1 lowers it at each. The count restarts after
+            each growth.
+        min_scale: the smallest value of a dynamic scale.
+        max_scale: the largest value of a dynamic scale.
+        verbose: log each change of the scale, as soon as the host knows it.
+        skips: skip an update with inf or nan. A dynamic scale requires True; apex's static scale uses False.
+
     Raises:
         ValueError: `initial` is not in (0, 2**127], or a dynamic scale has values that cannot work.
     """
 
     initial: float = 2.0**16
-    """The scale of the first update."""
     dynamic: bool = True
-    """Adapt the scale to overflows. False: it stays `initial`."""
     growth_factor: float = 2.0
-    """The scale is multiplied by this when it grows."""
     backoff_factor: float = 0.5
-    """The scale is multiplied by this when it is lowered after an overflow."""
     growth_interval: int = 2000
-    """The number of updates in a row without overflow after which the scale grows."""
     hysteresis: int = 1
-    """The number of overflows until the scale is lowered: 1 lowers it at each. The count restarts after each growth."""
     min_scale: float = 0.0
-    """The smallest value of a dynamic scale."""
     max_scale: float = 2.0**127
-    """The largest value of a dynamic scale."""
     verbose: bool = False
-    """Log each change of the scale, as soon as the host knows it."""
     skips: bool = True
-    """Skip an update with inf or nan. A dynamic scale requires True; apex's static scale uses False."""
 
     def __post_init__(self) -> None:
         moves = self.growth_factor > 1 > self.backoff_factor > 0 and self.growth_interval >= 1 and self.hysteresis >= 1
@@ -56,39 +59,44 @@ class LossScale:
 class Recipe:
     """The number format of each tensor in training. A precision plugin returns one.
 
+    Attributes:
+        compute_dtype: the dtype in which matrix products are computed.
+        param_dtype: the dtype of the model's parameters and floating-point buffers. None leaves them unchanged (fp32).
+        autocast: run forward and criterion in a scope that casts the inputs of each operation to `compute_dtype` or
+            fp32.
+        master_weights: keep an fp32 copy of each trained half-precision parameter for the optimizer.
+        loss_scale: the loss scale. None: gradients are not scaled.
+        output_dtype: the dtype to which the model's floating-point outputs are cast. None leaves them unchanged.
+        count_zeros: count the zeros in the gradients of each step, for `StepResult.num_zeros`.
+        cast_lists: the rules of `autocast`: those of `torch.autocast`, or the lists of apex's O1 (fp16 only).
+        keep_batchnorm_fp32: keep BatchNorm layers that have weights, and their statistics, in fp32 when the model is
+            cast.
+        num_losses: the number of losses, each with a separate scale if the scale is dynamic.
+        wide_gradients: accumulate the half-precision gradients of several backwards in fp32.
+        keep_fp32: patterns of names of buffers, parameters and arguments of the model that are not cast. The
+            frequencies of rotary embeddings, and tensors that the model itself keeps in fp32, are not cast either.
+            None: everything is cast.
+        linear: computes the products of linear layers in float8. None: `compute_dtype` applies to them.
+        split_masters: store only the 16 bits of each master weight that its bf16 parameter does not hold.
+
     Raises:
         ValueError: the formats contradict each other, such as `master_weights` without a `param_dtype`.
     """
 
     compute_dtype: torch.dtype = torch.float32
-    """The dtype in which matrix products are computed."""
     param_dtype: torch.dtype | None = None
-    """The dtype of the model's parameters and floating-point buffers. None leaves them unchanged (fp32)."""
     autocast: bool = False
-    """Run forward and criterion in a scope that casts the inputs of each operation to `compute_dtype` or fp32."""
     master_weights: bool = False
-    """Keep an fp32 copy of each trained half-precision parameter for the optimizer."""
     loss_scale: LossScale | None = None
-    """The loss scale. None: gradients are not scaled."""
     output_dtype: torch.dtype | None = None
-    """The dtype to which the model's floating-point outputs are cast. None leaves them unchanged."""
     count_zeros: bool = False
-    """Count the zeros in the gradients of each step, for `StepResult.num_zeros`."""
     cast_lists: Literal["torch", "apex"] = "torch"
-    """The rules of `autocast`: those of `torch.autocast`, or the lists of apex's O1 (fp16 only)."""
     keep_batchnorm_fp32: bool = False
-    """Keep BatchNorm layers that have weights, and their statistics, in fp32 when the model is cast."""
     num_losses: int = 1
-    """The number of losses, each with a separate scale if the scale is dynamic."""
     wide_gradients: bool = False
-    """Accumulate the half-precision gradients of several backwards in fp32."""
     keep_fp32: tuple[str, ...] | None = ()
-    """Patterns of names of buffers, parameters and arguments of the model that are not cast. The frequencies of rotary
-    embeddings, and tensors that the model itself keeps in fp32, are not cast either. None: everything is cast."""
     linear: Float8Product | None = None
-    """Computes the products of linear layers in float8. None: `compute_dtype` applies to them."""
     split_masters: bool = False
-    """Store only the 16 bits of each master weight that its bf16 parameter does not hold."""
 
     def __post_init__(self) -> None:
         problem = None
@@ -122,29 +130,32 @@ def trainable_dtypes(recipe: Recipe) -> set[torch.dtype]:
     return {torch.float32} if recipe.keep_batchnorm_fp32 else {torch.float32, recipe.param_dtype or torch.float64}
 
 
+# The recipe of a config without `fp16` or `bf16`.
 FP32 = Recipe()
-"""The recipe of a config without `fp16` or `bf16`."""
 
 
 @dataclass(frozen=True)
 class UpdateOptions:
-    """The options of an update. With the defaults it is a plain step."""
+    """The options of an update. With the defaults it is a plain step.
+
+    Attributes:
+        max_norm: clip the norm of all gradients to this; 0 does not clip.
+        on_nonfinite: the action on an update that has inf or nan. "auto": the recipe decides.
+        max_consecutive_skips: the number of updates with inf or nan in a row that ends the run.
+        track_grad_norm: measure the gradient norm even if nothing else needs it.
+        fused: auto: use torch's fused implementation if it is exact and the user made no choice.
+        wide_gradients: accumulate the gradients of half-precision parameters in fp32.
+        name: the engine's name, for messages.
+    """
 
     max_norm: float = 0.0
-    """Clip the norm of all gradients to this; 0 does not clip."""
     norm_type: float = 2.0
     on_nonfinite: Literal["auto", "skip", "raise"] = "auto"
-    """The action on an update that has inf or nan. "auto": the recipe decides."""
     max_consecutive_skips: int = 50
-    """The number of updates with inf or nan in a row that ends the run."""
     track_grad_norm: bool = False
-    """Measure the gradient norm even if nothing else needs it."""
     fused: Literal["auto", False] = "auto"
-    """auto: use torch's fused implementation if it is exact and the user made no choice."""
     wide_gradients: bool = False
-    """Accumulate the gradients of half-precision parameters in fp32."""
     name: str | None = None
-    """The engine's name, for messages."""
 
     def skips_nonfinite(self, recipe: Recipe) -> bool:
         """Return True if an update with inf or nan is skipped."""

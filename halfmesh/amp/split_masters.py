@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import nan
+from typing import Any
 
 import torch
-from torch import nn, optim
+from torch import nn
 
 from ..errors import InputError
 from ..utils.param_shard import ParamShard
@@ -43,14 +44,17 @@ def join_(weights: torch.Tensor, remainders: torch.Tensor) -> None:
 
 @dataclass(frozen=True, eq=False)
 class _Memory:
-    """The memory of some masters that are joined, on one device."""
+    """The memory of some masters that are joined, on one device.
+
+    Attributes:
+        params: the model's parameters that they are of.
+        flat: all of them.
+        views: each of them, in `flat`.
+    """
 
     params: list[nn.Parameter]
-    """The model's parameters that they are of."""
     flat: torch.Tensor
-    """All of them."""
     views: list[torch.Tensor]
-    """Each of them, in `flat`."""
 
 
 class SplitMasters(MasterWeights):
@@ -67,18 +71,12 @@ class SplitMasters(MasterWeights):
         InputError: a parameter with a master is not in bf16.
     """
 
-    def __init__(
-        self,
-        optimizer: optim.Optimizer,
-        shards: Sequence[ParamShard],
-        enabled: bool,
-        masters: Mapping[nn.Parameter, nn.Parameter],
-    ) -> None:
+    def __init__(self, *args: Any) -> None:
         self.remainders: dict[nn.Parameter, torch.Tensor] = {}
         self._shards: dict[torch.Tensor, ParamShard] = {}  # by master
         self._joined: list[_Memory] = []
         self._stand_ins: dict[torch.device, torch.Tensor] = {}
-        super().__init__(optimizer, shards, enabled, masters)
+        super().__init__(*args)
 
     def sync(self) -> None:
         super().sync()
@@ -138,21 +136,17 @@ class SplitMasters(MasterWeights):
         while self._joined:
             self._split(self._joined.pop())
 
-    def _allocate(self, params: list[nn.Parameter]) -> _Memory:
+    @torch.no_grad()
+    def _join(self, params: list[nn.Parameter]) -> _Memory:
         """Memory for the masters of `params`, each with the strides of its remainders, in the same order. (Those of the
         parameter may change: `model.to(memory_format=...)`.)"""
         sizes = [param.numel() for param in params]
         flat = torch.empty(sum(sizes), device=params[0].device)
         pairs = zip(flat.split(sizes), params, strict=True)
         views = [part.as_strided(param.shape, self.remainders[param].stride()) for part, param in pairs]
+        foreach_copy_(views, params)
+        join_(flat, torch.cat(self._flat_remainders(params)))
         return _Memory(params, flat, views)
-
-    @torch.no_grad()
-    def _join(self, params: list[nn.Parameter]) -> _Memory:
-        memory = self._allocate(params)
-        foreach_copy_(memory.views, params)
-        join_(memory.flat, torch.cat(self._flat_remainders(params)))
-        return memory
 
     @torch.no_grad()
     def _split(self, memory: _Memory) -> None:
@@ -185,8 +179,8 @@ class SplitMasters(MasterWeights):
     def reject_split(self, call: str) -> None:
         if self.masters:  # under fsdp the shards are the masters
             raise InputError(
-                f"{call}: with masters='split' there are no fp32 masters between updates; read them from "
-                "model.state_dict(), write into the model's parameters, or use masters='float32'"
+                f"{call}: masters='split' has no fp32 masters between updates; use model.state_dict() and the model's "
+                "parameters, or masters='float32'"
             )
 
     @property
@@ -201,16 +195,12 @@ class SplitMasters(MasterWeights):
         return {shard.name: self.value(shard) for shard in self.with_master}
 
     def adopt(self, changed: Container[torch.Tensor]) -> list[str]:
-        if any(master in changed for master in self.layouts):
-            here = self._memory()
-            moved = [s.param for master, s in self._shards.items() if master.untyped_storage() not in here]
-            filled = [stand_in for stand_in in self._stand_ins.values() if not stand_in.isnan()]
-            for param in moved:  # by `master.data = ...`
-                self._release([param])
-            for stand_in in filled:  # by `fill_`, which torch does not reject
-                stand_in.fill_(nan)
-            if moved or filled:
-                self.reject_split("a write into parameters of the optimizer")
+        here = self._memory()
+        moved = [s.param for master, s in self._shards.items() if master.untyped_storage() not in here]
+        for param in moved:  # by `master.data = ...`; torch rejects other writes
+            self._release([param])
+        if moved:
+            self.reject_split("a write into parameters of the optimizer")
         return []  # the weights are the masters' upper halves
 
     def uncounted(self) -> list[str]:

@@ -18,15 +18,14 @@ from .recipe import Recipe, UpdateOptions
 
 _log = get_logger(__name__)
 
+# `nears_limit` is true this many updates before the limit: on a GPU the host reads the count one update later.
 _BEFORE_LIMIT = 3
-"""`nears_limit` is true this many updates before the limit: on a GPU the host reads the count one update later."""
+# The host checks the updates that were taken for inf and nan at least once in this many updates.
 _LOOK_EVERY = 10
-"""The host checks the updates that were taken for inf and nan at least once in this many updates."""
 
 _TOLD = (
     "%sthe loss or the gradient norm was inf or nan in %d consecutive updates, which were not skipped "
-    "(on_nonfinite='auto'): the weights may be inf or nan now. Look for inf or nan in the batch, a division by 0, a "
-    "logarithm of 0, or a learning rate that is too high. The run ends after %d such updates in a row "
+    "(on_nonfinite='auto'): the weights may be inf or nan now. The run ends after %d such updates in a row "
     "(max_consecutive_skips); on_nonfinite='raise' ends it at the first, and debug='nonfinite' names the module"
 )
 
@@ -247,9 +246,7 @@ class SkipCounter:
     def _explain(self, grads: Grads, scale: str) -> str:
         """Explain where inf or nan is, the loss scale, and what to do."""
         name = first_nonfinite(grads)
-        where = f"the first parameter with a non-finite gradient is {name!r}"
-        if not name:
-            where = "none on this rank (or gradients so large, above 1e19, that the sum of their squares is inf)"
+        where = f"the first parameter with a non-finite gradient is {name!r}" if name else "none on this rank"
         wider = f", or {self.wider}" if self.wider else ""
         return (
             f"; {where}; {scale}. Look for inf or nan in the batch, the loss and the weights; otherwise lower the "

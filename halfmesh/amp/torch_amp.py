@@ -12,14 +12,17 @@ from .recipe import LossScale, Recipe
 
 
 class TorchOptions(Options):
-    """The keys of mode torch: for fp16 those of `torch.amp.GradScaler`, with its defaults; fp8: see `Float8Product`."""
+    """The keys of mode torch: for fp16 those of `torch.amp.GradScaler`, with its defaults; fp8: see `Float8Product`.
+
+    Attributes:
+        enabled: false turns loss scaling off and keeps autocast, as in torch.
+    """
 
     init_scale: Scale = 2.0**16
     growth_factor: GrowthFactor = 2.0
     backoff_factor: BackoffFactor = 0.5
     growth_interval: PositiveInt = 2000
     enabled: bool = True
-    """False turns loss scaling off and keeps autocast, as in torch."""
     recipe: Scaling = "tensorwise"
     emulate: Emulate = "auto"
     filter: Names | None = None

@@ -16,7 +16,7 @@ from ..errors import NonFiniteError, bullet_list
 from ..utils.engine_hook import Progress
 from ..utils.param_shard import compute_dtype
 from ..utils.tensors import dtype_name, tensors_of
-from .probes import CRITERION, Probes, TensorStats, Visit, is_finite, largest_number, measure
+from .probes import CRITERION, Probes, TensorStats, Visit, is_finite, measure
 
 if TYPE_CHECKING:
     from ..config import Config
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from ..parallel.mesh import ParallelContext
 
 Kind = Literal["weight", "input", "output", "loss", "gradient"]
+# The phases of a microbatch. The other kinds belong to its forward, phase 1.
 _PHASES: dict[Kind, int] = {"weight": 0, "gradient": 2}
-"""The phases of a microbatch. The other kinds belong to its forward, phase 1."""
+# The number of recent loss scales that the message shows.
 _SHOWN = 9
-"""The number of recent loss scales that the message shows."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Fault:
 
     def __str__(self) -> str:
         stats = self.stats
-        made = f", made by operations in the forward of {self.caller}" if self.caller else " by the loop"
+        made = f" in the forward of {self.caller}" if self.caller else " by the loop"
         what = {
             "weight": f"the weight {self.label}, before the forward",
             "input": f"what {self.label} was given{made}",
@@ -68,9 +68,7 @@ class Fault:
         text = f"{what}, in {dtype_name(stats.dtype)}: {' and '.join(counts)} of {stats.count} numbers"
         if self.inputs is not None:
             text += f"; largest input magnitude {self.inputs:.3g}"
-        return text + (
-            f"; the maximum of float16 is {largest_number(torch.float16):g}" if stats.dtype == torch.float16 else ""
-        )
+        return text + "; the maximum of float16 is 65504" * (stats.dtype == torch.float16)
 
 
 @dataclass(frozen=True)
@@ -106,10 +104,7 @@ class Diagnosis:
             scales = [f"{scale:g}" + (f" ({count} updates)" if count > 1 else "") for scale, count in self.scales]
             lines.append(f"loss scale: {' -> '.join(['...'] * (len(scales) > _SHOWN) + scales[-_SHOWN:])}")
         if self.began:
-            began = (
-                f"the loss or the gradient norm has been inf or nan since update {self.began}, which was not skipped"
-            )
-            lines.append(f"{began}; the lines below describe only the last update")
+            lines.append(f"the loss or the gradient norm has been inf or nan since update {self.began}, not skipped")
         if self.fault is not None:
             ranks = self.fault.ranks
             where = ", on all ranks" if len(ranks) == self.world_size else f", on {list_ranks(ranks)}"
@@ -121,10 +116,7 @@ class Diagnosis:
         return bullet_list("Diagnosis:", [*lines, f"advice: {self.advice}"])
 
 
-_UNWATCHED = (
-    "set debug='nonfinite' in the config, which names the first module with inf or nan but is slow "
-    "(max_consecutive_skips turns it on for the last updates before it stops)"
-)
+_UNWATCHED = "set debug='nonfinite' in the config, which names the first module with inf or nan but is slow"
 _SUMS = "the gradient of a parameter, or its sum over microbatches or ranks, left the dtype's range: "
 _SMALLER = "look for losses that sum very many terms, and lower the learning rate"
 _LOWER = "lower the loss scale (a dynamic one backs off automatically), or %s"
@@ -134,16 +126,11 @@ _RANGE = (
 )
 _LOOK = "in that forward for a division by 0, a logarithm, root or exponential"
 _ADVICE: dict[Kind, str] = {
-    "weight": (
-        "the weights were already bad before this batch; resume from an older checkpoint, with a lower learning rate "
-        "or clip_grad_norm (on_nonfinite='raise' stops at the first inf or nan)"
-    ),
+    "weight": "the weights were bad before this batch; resume from an older checkpoint, with a lower learning rate",
     "input": f"look at the data, or {_LOOK}",
     "output": f"look {_LOOK}, or for numbers that grow",
-    "loss": "look for a logarithm of 0, an exponential, or a division by 0; let the criterion compute in fp32, from "
-    "logits instead of probabilities",
-    "gradient": "look in what follows it for a root, norm, logarithm, power or division at 0, whose derivative is inf: "
-    "add a small number to what goes into it, as in sqrt(x + 1e-12)",
+    "loss": "look for a logarithm of 0, an exponential, or a division by 0; compute it in fp32, from logits",
+    "gradient": "look in what follows it for a root, norm, logarithm, power or division at 0, as in sqrt(x + 1e-12)",
 }
 
 

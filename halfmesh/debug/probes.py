@@ -173,8 +173,8 @@ class Probes(EngineHook):
 
 # -- statistics of tensors ---------------------------------------------------------------------------------------------
 
+# Elements that are measured at a time: a copy of a full activation may not fit into memory.
 _CHUNK = 2**24
-"""Elements that are measured at a time: a copy of a full activation may not fit into memory."""
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from ..errors import NonFiniteError
 
 
+# The number of step results that an engine keeps.
 RESULT_HISTORY = 60
-"""The number of step results that an engine keeps."""
 
 
 @dataclass(eq=False)

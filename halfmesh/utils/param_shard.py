@@ -15,22 +15,25 @@ from .torch_private import without_subclasses
 
 @dataclass(eq=False, slots=True)
 class ParamShard:
-    """One rank's shard of one parameter. `parallel` creates shards, `amp` computes new weights from their gradients."""
+    """One rank's shard of one parameter. `parallel` creates shards, `amp` computes new weights from their gradients.
+
+    Attributes:
+        name: the parameter's name in the full model.
+        param: the parameter as the model on this rank uses it.
+        weight: 1 / (number of ranks that hold a copy), so that a sum over all ranks counts every element once.
+        source: set if this rank steps only a shard, `param`, of a parameter (zero1, fsdp): the parameter that the model
+            uses, which receives the gradient in backward.
+        start: the offset of the shard in the memory of `source`, in elements.
+        original: the user's original parameter, if the model now uses another one (fsdp: a DTensor with `param` as its
+            local tensor).
+    """
 
     name: str
-    """The parameter's name in the full model."""
     param: nn.Parameter
-    """The parameter as the model on this rank uses it."""
     weight: float = 1.0
-    """1 / (number of ranks that hold a copy), so that a sum over all ranks counts every element once."""
     source: ParamShard | None = field(default=None, repr=False)
-    """Set if this rank steps only a shard, `param`, of a parameter (zero1, fsdp): the parameter that the model uses,
-    which receives the gradient in backward."""
     start: int = 0
-    """The offset of the shard in the memory of `source`, in elements."""
     original: nn.Parameter | None = field(default=None, repr=False)
-    """The user's original parameter, if the model now uses another one (fsdp: a DTensor with `param` as its local
-    tensor)."""
 
     @property
     def model_param(self) -> nn.Parameter:

@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
+# Modules with `running_mean` and `running_var`; in training their output does not depend on these buffers.
 RUNNING_STATISTICS = (*BATCH_NORMS, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
-"""Modules with `running_mean` and `running_var`; in training their output does not depend on these buffers."""
 
 
 def foreach_mul_(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
@@ -63,8 +63,8 @@ def foreach_zero_(tensors: Sequence[torch.Tensor]) -> None:
 
 
 ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+# Functions of torch.distributed: torch 2.14 warns of the older names.
 REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
-"""Functions of torch.distributed: torch 2.14 warns of the older names."""
 
 
 def all_gather(output: torch.Tensor, x: torch.Tensor, **options: Any) -> Any:
@@ -77,8 +77,8 @@ def reduce_scatter(output: torch.Tensor, x: torch.Tensor, **options: Any) -> Any
     return getattr(dist, REDUCE_SCATTER)(output, x, **options)
 
 
+# Functions that a TorchFunctionMode sees, and that call autograd.
 BACKWARD = frozenset({torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad})
-"""Functions that a TorchFunctionMode sees, and that call autograd."""
 
 
 def without_override(func: FunctionType, **replaced: Any) -> FunctionType:
@@ -95,8 +95,8 @@ def without_override(func: FunctionType, **replaced: Any) -> FunctionType:
     return copy
 
 
+# A scope in which subclasses of Tensor do not see torch's functions.
 without_subclasses: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass
-"""A scope in which subclasses of Tensor do not see torch's functions."""
 
 
 @contextmanager
@@ -173,15 +173,15 @@ def assigns(local_metadata: dict[str, Any]) -> bool:
 
 # -- tensors with a shape and no memory ------------------------------------------------------------------------------
 
+# A mode in which operators make tensors with shape, dtype and device but no memory; autograd and autocast work.
 FakeTensorMode: Any = fake_tensor.FakeTensorMode
-"""A mode in which operators make tensors with shape, dtype and device but no memory; autograd and autocast work."""
 
+# Raised if an operator needs the values of such tensors.
 DATA_NEEDED = (
     fake_tensor.DataDependentOutputException,
     fake_tensor.DynamicOutputShapeException,
     fake_tensor.UnsupportedFakeTensorException,
 )
-"""Raised if an operator needs the values of such tensors."""
 
 
 @contextmanager
@@ -211,8 +211,8 @@ def with_memory() -> Iterator[None]:
         yield
 
 
+# A scope whose operators are hidden from modes that watch torch's operators, such as a counter of FLOPs.
 unobserved: Callable[[], AbstractContextManager[None]] = _disable_current_modes
-"""A scope whose operators are hidden from modes that watch torch's operators, such as a counter of FLOPs."""
 
 
 def has_no_memory(tensor: torch.Tensor) -> bool:

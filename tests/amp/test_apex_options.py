@@ -82,7 +82,10 @@ def test_dynamic_scale_keys():
     ("keys", "message"),
     [
         ({"opt_level": "01"}, "fp16.opt_level: expected 'O0', 'O1', 'O2' or 'O3', got '01'"),
-        ({"cast_model_type": "half"}, "fp16: cast_model_type='float16' with opt_level='O1', which keeps weights"),
+        (
+            {"cast_model_type": torch.float16},
+            "fp16: cast_model_type='float16' with opt_level='O1', which keeps weights",
+        ),
         ({"master_weights": True}, "fp16: master_weights=True with opt_level='O1', which keeps weights in float32"),
         ({"opt_level": "O2", "patch_torch_functions": True}, "only opt_level='O1' patches functions"),
         ({"opt_level": "O2", "cast_model_type": torch.bfloat16}, "fp16.cast_model_type: apex has no bf16; use bf16"),

@@ -111,7 +111,7 @@ def log_of_total(engine, output):
 NAN_WEIGHT = "the weight '1.last.weight', before the forward, in float32: 1 nan of 64 numbers"
 BAD_BATCH = "what the model (Sequential) was given by the loop, in float32: 1 inf and 1 nan of 32 numbers"
 CAST = "what the model (Sequential) was given by the loop, in float16: 32 inf of 32 numbers; the maximum of float16 is"
-BETWEEN = "what '1.last' (Linear) was given, made by operations in the forward of '1' (Block), in float32"
+BETWEEN = "what '1.last' (Linear) was given in the forward of '1' (Block), in float32"
 ROOT = "the gradient of the output of '1.first' (Linear), made by the backward of what follows it"
 FAULTS = {  # model, config, how it is run, kind and name of the fault, words
     "a weight": (net(), RAISE, {"before": weight_to(float("nan"))}, ("weight", "1.last.weight"), NAN_WEIGHT),
