@@ -199,7 +199,6 @@ def _loss_scale(options: ApexOptions, scale: float | Literal["dynamic"]) -> Loss
         return LossScale(initial=scale, dynamic=False, skips=False)
     return LossScale(
         initial=min(options.max_loss_scale, INITIAL_SCALE),
-        growth_interval=2000,
         min_scale=options.min_loss_scale or 0.0,
         max_scale=options.max_loss_scale,
         verbose=options.verbosity > 0,

@@ -92,10 +92,6 @@ class ApexPrecision(Precision):
 
     backward = autocast
 
-    def run_in_autocast(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        with self.autocast():
-            return call(*args, **kwargs)
-
     def criterion(self, criterion: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """`criterion` may be a function of torch itself, such as F.cross_entropy: then its replacement is called."""
         replacements = (new for original, new in self._functions.values() if original is criterion)

@@ -51,7 +51,9 @@ def convert(
             not_trained[name] = tensor.detach()
     masters: dict[nn.Parameter, nn.Parameter] = {}
     if recipe.master_weights:
-        masters = masters_for(optimizer, [shard for shard in shards if id(shard.model_param) in to_cast], {})
+        masters = masters_for(
+            optimizer, [shard for shard in shards if id(shard.model_param) in to_cast], {}, torch.Tensor.detach
+        )
     precision.cast_model(model, excluded)
     for shard in shards:
         shard.rebind_view()

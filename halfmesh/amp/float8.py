@@ -139,8 +139,8 @@ class Float8Product:
         """The layers of this rank that multiply in float8, and those that do not, in words."""
         layers = list(self.layers(model))
         stay = [name for name, _, in_float8 in layers if not in_float8]
-        text = f"{len(layers) - len(stay)} of {len(layers)} linear layers in float8 ({self.scaling} scales"
-        text += ", emulated)" if self._emulates(device) else ")"
+        how = f"{self.scaling} scales{', emulated' * self._emulates(device)}"
+        text = f"{len(layers) - len(stay)} of {len(layers)} linear layers in float8 ({how})"
         return text + (f", {shorten(stay)} in bfloat16" if stay else "")
 
     def _emulates(self, device: torch.device) -> bool:

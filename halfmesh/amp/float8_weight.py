@@ -47,9 +47,8 @@ class Float8Weight(Float8TrainingTensor):
         if func is aten.mm.default and all(isinstance(factor, Float8TrainingTensor) for factor in args):
             return super().__torch_dispatch__(func, types, args, kwargs)
         raise InputError(
-            f"the model computes {func} with the weight of a linear layer, but data='fsdp' gathers it in float8, "
-            "which only the layer's own product can use; add the layer's name to fp8.filter, or use recipe='rowwise', "
-            "whose weights are not gathered in float8"
+            f"the model computes {func} with the weight of a linear layer, but data='fsdp' gathers it in float8, for "
+            "the layer's own product only; add the layer's name to fp8.filter, or use recipe='rowwise'"
         )
 
 

@@ -17,6 +17,8 @@ from .recipe import HALF
 
 _log = get_logger(__name__)
 
+Masters = Mapping[nn.Parameter, nn.Parameter]
+
 _UNCOUNTED = (
     "%s in the model and their fp32 master weights differ: one was written through `.data`. Saves have the model's "
     "values, but the next step trains the masters. Write as in `with torch.no_grad(): param.copy_(...)`"
@@ -53,11 +55,7 @@ class MasterWeights:
     _stamps = staticmethod(write_stamps)
 
     def __init__(
-        self,
-        optimizer: optim.Optimizer,
-        shards: Sequence[ParamShard],
-        enabled: bool,
-        masters: Mapping[nn.Parameter, nn.Parameter],
+        self, optimizer: optim.Optimizer, shards: Sequence[ParamShard], enabled: bool, masters: Masters
     ) -> None:
         self.optimizer = optimizer
         self.shards = list(shards)
@@ -243,10 +241,7 @@ def make_master(param: torch.Tensor) -> nn.Parameter:
 
 
 def masters_for(
-    optimizer: optim.Optimizer,
-    shards: Sequence[ParamShard],
-    known: Mapping[nn.Parameter, nn.Parameter],
-    full_value: Callable[[nn.Parameter], torch.Tensor] = torch.Tensor.detach,
+    optimizer: optim.Optimizer, shards: Sequence[ParamShard], known: Masters, full_value: Callable[..., torch.Tensor]
 ) -> dict[nn.Parameter, nn.Parameter]:
     """The master of each parameter of `shards` that `optimizer` holds: one of `known`, or made from `full_value`."""
     held = held_ids(optimizer)

@@ -76,20 +76,17 @@ class NaiveAMP(AMPPlugin):
     @classmethod
     def recipe(cls, options: Options, dtype: torch.dtype) -> Recipe:
         assert isinstance(options, NaiveOptions)
+        keys = options.model_dump(include={*_DYNAMIC_KEYS, "verbose"})
+        scale = LossScale(initial=keys.pop("initial_scale"), **keys)
+        if options.loss_scale != "dynamic":
+            scale = LossScale(initial=options.loss_scale, dynamic=False, verbose=options.verbose)
         return Recipe(
             compute_dtype=dtype,
             param_dtype=dtype,
             master_weights=True,
             split_masters=options.masters == "split",
-            loss_scale=_loss_scale(options) if dtype == torch.float16 else None,
+            loss_scale=scale if dtype == torch.float16 else None,
             output_dtype=torch.float32,
             count_zeros=options.log_num_zeros_in_grad,
             keep_fp32=options.keep_fp32,
         )
-
-
-def _loss_scale(options: NaiveOptions) -> LossScale:
-    if options.loss_scale != "dynamic":
-        return LossScale(initial=options.loss_scale, dynamic=False, verbose=options.verbose)
-    keys = options.model_dump(include={*_DYNAMIC_KEYS, "verbose"})
-    return LossScale(initial=keys.pop("initial_scale"), **keys)

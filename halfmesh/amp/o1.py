@@ -155,14 +155,12 @@ def _find_function(module: Any, name: str, decorator: str) -> Any:
     """The function `module.name`, if torch reports calls of it to a TorchFunctionMode."""
     where, function = getattr(module, "__name__", repr(module)), getattr(module, name)
     if name.endswith("_"):
-        raise InputError(
-            f"{where}.{name} works in place; name the function that returns the result, as 'add' for 'add_'"
-        )
+        raise InputError(f"{where}.{name} works in place; name the function that returns the result")
     reported = isinstance(function, _TORCH_OPS) or hasattr(function, _MARK) or function in O1_LISTS
     if not reported and not any(function in group for group in overrides.get_overridable_functions().values()):
         raise InputError(
-            f"torch does not report calls of {where}.{name}; decorate its definition with @halfmesh.{decorator}, or "
-            f"wrap it: {where}.{name} = halfmesh.{decorator}({where}.{name})"
+            f"torch does not report calls of {where}.{name}; wrap it: {where}.{name} = "
+            f"halfmesh.{decorator}({where}.{name})"
         )
     return function
 
@@ -294,7 +292,7 @@ class O1Casts(TorchFunctionMode):
             if cast is Cast.NOT_HALF and first.dtype == torch.float16:
                 raise NotImplementedError(
                     f"{func.__name__} changes an fp16 tensor in place, but O1 computes it in fp32; use the "
-                    "out-of-place form (y = x.exp() for x.exp_()), or call it on x.float()"
+                    "out-of-place form, or call it on x.float()"
                 )
             return self._to(first.dtype, args, kwargs)
         dtypes: set[torch.dtype] = set()
@@ -302,8 +300,7 @@ class O1Casts(TorchFunctionMode):
         if cast is Cast.BANNED and torch.float16 in dtypes:
             raise NotImplementedError(
                 f"{func.__name__} with fp16 arguments is not safe under O1, because their logarithms overflow near 0 "
-                "and 1: use binary_cross_entropy_with_logits (nn.BCEWithLogitsLoss), or cast the arguments with "
-                ".float()"
+                "and 1: use binary_cross_entropy_with_logits, or cast the arguments with .float()"
             )
         mixed = len(dtypes) > 1 and torch.float64 not in dtypes  # doubles are left to torch's type promotion
         return self._to(torch.float32, args, kwargs) if mixed and cast is Cast.WIDEST else (args, kwargs)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from numbers import Real
 from typing import Any
 
@@ -207,14 +206,9 @@ class MixedPrecisionOptimizer:
 
         scale, total = self.loss_scales.grad_divisor(divisor)
         total = None if self.is_unscaled else total
-        result = StepResult(
-            self.optimizer,
-            skipped=self.found_inf,
-            norm=stats.norm if stats is not None and wants_norm else None,
-            divisor=total,
-            scale=scale,
-            num_zeros=None if stats is None else stats.num_zeros,
-        )
+        norm, num_zeros = (None, None) if stats is None else (stats.norm if wants_norm else None, stats.num_zeros)
+        numbers = {"norm": norm, "divisor": total, "scale": scale, "num_zeros": num_zeros}
+        result = StepResult(self.optimizer, skipped=self.found_inf, **numbers)
         if stats is not None and max_norm > 0:
             total = clip_divisor(total, stats.norm, max_norm)
         try:
@@ -240,12 +234,11 @@ class MixedPrecisionOptimizer:
         if self.publisher is not None:
             self.publisher.begin()
         pending, bucketed = list(buckets), len(buckets) > 1
-        joined = self.master_weights.joined if self.recipe.split_masters else nullcontext
         if bucketed:
             clear_grads([shard.param for shard in grads])  # each step would take all that are attached
         try:
             while pending:
-                with joined(pending[0] if bucketed else None):
+                with self.master_weights.joined(pending[0] if bucketed else None):
                     self.stepper.step(pending[0], grads, divisor, found_inf, bucketed)
                 if self.publisher is not None and not bucketed and not self.stepper.can_step_in_buckets:
                     self.publisher.follow()  # it may set `param.data`: later this would undo what is loaded meanwhile
@@ -291,8 +284,7 @@ class MixedPrecisionOptimizer:
             if unlike:
                 raise InputError(
                     f"both {shorten(unlike)} in the model and the fp32 master weights (engine.master_params()) were "
-                    "written since the last update, with different values; write into only one of them, or load "
-                    "weights after the writes (engine.load_weights)"
+                    "written since the last update, with different values; write into only one of them"
                 )
             self.send_masters()
         masters.mark_published(masters.trained)
@@ -319,8 +311,7 @@ class MixedPrecisionOptimizer:
         masters = self.master_weights
         if self.has_gradients and held_ids(self.optimizer) != set(map(id, masters.stepped.values())):
             raise InputError(
-                "parameters were added to the optimizer, or replaced, between backward and step; do that before the "
-                "first backward of an update, or after its step"
+                "parameters were added to the optimizer, or replaced, between backward and step; do that after a step"
             )
         known = set(masters.trained)
         masters.sync()

@@ -87,9 +87,13 @@ class Stepper:
                 group["fused"] = group["foreach"] = None
         known = {part: type(part) in _TAKES_GRAD_SCALE and _has_own_step(part) for part in self.parts}
         exact = {place: known[place[0]] and self._is_exact(group, place[0]) for place, group in groups.items()}
-        self.switched = {place for place, group in groups.items() if exact[place] and self._may_switch(group)}
-        for place in self.switched:
-            groups[place]["fused"], groups[place]["foreach"] = True, False
+        self.switched = set()
+        for place, group in groups.items() if self._allow_fused else ():
+            # In half precision the kernel rounds once where the plain optimizer rounds after each operation.
+            half = any(param.dtype in HALF for param in group["params"])
+            if exact[place] and not half and group.get("fused") is None and group.get("foreach") is None:
+                group["fused"], group["foreach"] = True, False
+                self.switched.add(place)
         for part in self.parts:
             _place_step_counters(part)
         self.takes_grad_scale = all(
@@ -98,11 +102,6 @@ class Stepper:
         self._settings = self._find_settings()
         dtypes = {target.dtype for target in self._masters.stepped.values()}
         self.divides_in = torch.float64 if torch.float64 in dtypes else torch.float32
-
-    def _may_switch(self, group: dict[str, Any]) -> bool:
-        # In half precision the kernel rounds once where the plain optimizer rounds after each operation.
-        half = any(param.dtype in HALF for param in group["params"])
-        return self._allow_fused and not half and group.get("fused") is None and group.get("foreach") is None
 
     def _is_exact(self, group: dict[str, Any], optimizer: optim.Optimizer) -> bool:
         """Return True if the fused kernel does the same as the plain one for this group. The CPU's ignore strides: they

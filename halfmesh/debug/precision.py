@@ -199,22 +199,17 @@ Part = Literal["outputs", "gradients", "weights"]
 def _row(name: str, kind: str, param_dtype: torch.dtype, masters: bool, scale: float, *seen: TensorStats) -> Any:
     """The measurements of a module, by all ranks together, for the report."""
     outputs, gradients, weights = seen
-    return LayerPrecision(
-        name=name,
-        kind=kind,
-        param_dtype=dtype_name(param_dtype),
-        masters=masters,
-        output_dtype=dtype_name(outputs.dtype),
-        largest_output=outputs.largest if outputs.dtype else None,
-        output_share=outputs.largest / largest_number(outputs.dtype) if outputs.dtype else None,
-        gradient_dtype=dtype_name(gradients.dtype),
-        largest_gradient=gradients.largest / scale if gradients.dtype else None,
-        gradient_share=gradients.largest / largest_number(gradients.dtype) if gradients.dtype else None,
-        zero_gradients=_share(gradients.zeros, gradients),
-        subnormal_gradients=_share(gradients.subnormal, gradients),
-        subnormal_weight_gradients=_share(weights.subnormal, weights),
-        nonfinite=sum(stats.inf + stats.nan for stats in seen),
-    )
+    shares: list[Any] = [*_range(outputs, 1.0), *_range(gradients, scale), _share(gradients.zeros, gradients)]
+    shares += [_share(gradients.subnormal, gradients), _share(weights.subnormal, weights)]
+    nonfinite = sum(stats.inf + stats.nan for stats in seen)
+    return LayerPrecision(name, kind, dtype_name(param_dtype), masters, *shares, nonfinite)
+
+
+def _range(stats: TensorStats, scale: float) -> tuple[str, float | None, float | None]:
+    """The dtype, the largest magnitude / `scale`, and what share of the dtype's largest number that is."""
+    if stats.dtype is None:
+        return "", None, None
+    return dtype_name(stats.dtype), stats.largest / scale, stats.largest / largest_number(stats.dtype)
 
 
 def _share(count: int, stats: TensorStats) -> float | None:

@@ -163,8 +163,7 @@ def reject_other_state(optimizer: optim.Optimizer) -> None:
             if isinstance(value, torch.Tensor) and value.numel() > 1 and value.shape != param.shape:
                 raise InputError(
                     f"the loaded optimizer state has {name!r} of shape {tuple(value.shape)}, but this rank holds "
-                    f"{tuple(param.shape)} of the parameter; load what the same rank saved in the same layout, or "
-                    "load the whole state into the optimizer before initialize"
+                    f"{tuple(param.shape)} of the parameter; load what the same rank saved in the same layout"
                 )
 
 

@@ -82,10 +82,10 @@ class Registry(Generic[T]):
         """
         key, names = str(name).lower(), self.names()
         if key not in names:
+            known = ", ".join(names) or "none"
             raise RegistryError(
-                f"no {self.kind} named {name!r}{did_you_mean(name, names) or '.'} "
-                f"Registered: {', '.join(names) or 'none'}. A package adds one with the entry point group "
-                f"{self.entry_point_group!r} or with the decorator `.register({str(name)!r})`"
+                f"no {self.kind} named {name!r}{did_you_mean(name, names) or '.'} Registered: {known}. A package adds one "
+                f"with the entry point group {self.entry_point_group!r}"
             )
         if isinstance(self._entries[key], EntryPoint):
             self._entries[key] = self._import(key, self._entries[key])
