@@ -199,10 +199,10 @@ Part = Literal["outputs", "gradients", "weights"]
 def _row(name: str, kind: str, param_dtype: torch.dtype, masters: bool, scale: float, *seen: TensorStats) -> Any:
     """The measurements of a module, by all ranks together, for the report."""
     outputs, gradients, weights = seen
-    shares: list[Any] = [*_range(outputs, 1.0), *_range(gradients, scale), _share(gradients.zeros, gradients)]
-    shares += [_share(gradients.subnormal, gradients), _share(weights.subnormal, weights)]
-    nonfinite = sum(stats.inf + stats.nan for stats in seen)
-    return LayerPrecision(name, kind, dtype_name(param_dtype), masters, *shares, nonfinite)
+    values: list[Any] = [*_range(outputs, 1.0), *_range(gradients, scale), _share(gradients.zeros, gradients)]
+    values += [_share(gradients.subnormal, gradients), _share(weights.subnormal, weights)]
+    values.append(sum(stats.inf + stats.nan for stats in seen))
+    return LayerPrecision(name, kind, dtype_name(param_dtype), masters, *values)
 
 
 def _range(stats: TensorStats, scale: float) -> tuple[str, float | None, float | None]:

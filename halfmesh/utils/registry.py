@@ -84,8 +84,8 @@ class Registry(Generic[T]):
         if key not in names:
             known = ", ".join(names) or "none"
             raise RegistryError(
-                f"no {self.kind} named {name!r}{did_you_mean(name, names) or '.'} Registered: {known}. A package adds one "
-                f"with the entry point group {self.entry_point_group!r}"
+                f"no {self.kind} named {name!r}{did_you_mean(name, names) or '.'} Registered: {known}. A package adds "
+                f"one with the entry point group {self.entry_point_group!r}"
             )
         if isinstance(self._entries[key], EntryPoint):
             self._entries[key] = self._import(key, self._entries[key])
