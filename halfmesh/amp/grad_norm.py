@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from ..errors import InputError
 from ..utils.param_shard import ParamShard, Ranks
-from ..utils.tensors import in_memory_order
+from ..utils.tensors import bucket_bytes, by_bytes, in_memory_order
 
 # Local gradients, of any dtype.
 Grads = Mapping[ParamShard, torch.Tensor]
@@ -133,9 +133,12 @@ def _chunks(grad: torch.Tensor) -> Sequence[torch.Tensor]:
 
 def _count_zeros(grads: Grads, device: torch.device) -> torch.Tensor:
     """The elements of this rank (0-dim float64) that are zero, each counted with its shard's weight."""
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    for shard, grad in grads.items():
-        total += shard.weight * (grad.numel() - torch.count_nonzero(grad)).to(device)
+    total = torch.full((), sum(s.weight * g.numel() for s, g in grads.items()), dtype=torch.float64, device=device)
+    for (weight, _, on), same in _by_kind(grads).items():
+        limit = bucket_bytes(on)
+        for bucket in by_bytes(same, limit, lambda grad: 4 * grad.numel()):  # copied, so that a few launches count them
+            joined = torch.cat([in_memory_order(grad).reshape(-1) for grad in bucket])
+            total -= weight * torch.count_nonzero(joined).to(device)
     return total
 
 

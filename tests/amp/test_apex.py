@@ -1,7 +1,6 @@
 """Mode APEX through the engine: O2's BatchNorm rule, casts of nested inputs, rejections, losses over ranks."""
 
 import math
-from collections import namedtuple
 
 import pytest
 import torch
@@ -9,7 +8,7 @@ from torch import nn
 
 from halfmesh.errors import InputError
 from tests.amp.apex_runs import BatchNormMLP, make_batches
-from tests.support.models import MLP, make_data, make_engine, sgd
+from tests.support.models import make_data, make_engine, sgd
 from tests.support.ranks import here, run_ranks
 
 HALF, FULL = torch.float16, torch.float32
@@ -63,44 +62,6 @@ def test_batchnorm_rule(config, stays):
         assert all(p is own for p, own in zip(stepped, model.parameters(), strict=True))
 
 
-Pair = namedtuple("Pair", "left right")
-
-
-class Nest(nn.Module):
-    """Takes and returns containers."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, batch, *, pair, words):
-        x = batch["x"][0]
-        self.seen = [x.dtype, batch["ids"].dtype, pair.left.dtype, pair.right.dtype, words]
-        y = self.linear(x)
-        return {"y": [y, (y, batch["ids"])], "pair": Pair(y, words)}
-
-
-@pytest.mark.parametrize(
-    ("config", "inside", "outside"),
-    [
-        (apex("O0"), FULL, FULL),
-        (apex("O2"), HALF, FULL),
-        (apex("O3", cast_model_outputs="float16"), HALF, HALF),
-        (apex("O1", cast_model_outputs="float32"), None, FULL),
-    ],
-    ids=str,
-)
-def test_nested_inputs_and_outputs_are_cast(config, inside, outside):
-    engine = make_engine(config, model=Nest(), criterion=None)
-    x = torch.randn(2, 4, dtype=torch.float64 if inside else FULL)
-    ids = torch.arange(2)
-    output = engine({"x": [x], "ids": ids}, pair=Pair(x.float(), ids), words="as they are")
-    assert engine.model.seen == [inside or FULL, torch.int64, inside or FULL, torch.int64, "as they are"]
-    assert isinstance(output["pair"], Pair)
-    assert (output["pair"].left.dtype, output["pair"].right) == (outside, "as they are")
-    assert (output["y"][0].dtype, output["y"][1][0].dtype, output["y"][1][1].dtype) == (outside, outside, torch.int64)
-
-
 def one_step(fp16):
     """Output, gradients as backward leaves them, and weights after a clipped step, with a scale of 128."""
     [(x, _)] = make_batches(1)
@@ -124,17 +85,6 @@ def test_naive_is_o2_without_fp32_batchnorm_and_torch_is_close_to_o1():
     torch.testing.assert_close(torch_amp, o1, rtol=1e-3, atol=1e-3)
 
 
-def test_models_that_a_level_cannot_take_are_rejected():
-    with pytest.raises(InputError, match=r"they must be in float32: .*build the model in float32"):
-        make_engine(apex("O2"), model=MLP().half())
-    assert make_engine(apex("O3"), model=MLP().half()).model.first.weight.dtype == HALF
-    part = MLP()
-    part.last = torch.compile(part.last, backend="eager")
-    with pytest.raises(InputError, match="it is compiled, and O1 cannot cast inside compiled code"):
-        make_engine(apex("O1"), model=part)
-    make_engine(apex("O2"), model=part)
-
-
 def test_master_params_have_no_gradients_before_the_step():
     engine = make_engine(apex("O2"))
     x, y = make_data(8)
@@ -142,23 +92,6 @@ def test_master_params_have_no_gradients_before_the_step():
     with pytest.raises(InputError, match=r"when masters have no gradients yet; to clip, call engine\.clip_grad_norm_"):
         engine.master_params()
     engine.step()
-
-
-def test_casts_are_o1s_alone():
-    engine = make_engine(apex("O1"))
-    x = torch.randn(2, 8)
-    with engine.autocast():
-        assert torch.einsum("ij,kj->ik", x, x).dtype == FULL
-        engine.casts.register_half_function(torch, "einsum")
-        assert torch.einsum("ij,kj->ik", x, x).dtype == HALF
-        with engine.autocast(enabled=False):  # apex's disable_casts
-            assert torch.einsum("ij,kj->ik", x, x).dtype == FULL
-    with make_engine(apex("O1")).autocast():  # another engine has lists of its own
-        assert torch.einsum("ij,kj->ik", x, x).dtype == FULL
-    for config in (apex("O2"), apex("O1", patch_torch_functions=False), {"fp16": {"mode": "torch"}}):
-        other = make_engine(config)
-        with pytest.raises(InputError, match="only mode='apex' with opt_level='O1' has"):
-            other.casts  # noqa: B018
 
 
 def test_losses_and_states_of_other_numbers_of_losses_are_rejected():

@@ -11,7 +11,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from torch import nn, optim
+from torch import nn
 from torch.nn import functional as F
 
 import halfmesh
@@ -187,34 +187,6 @@ def test_o1_casts_in_its_scopes_only(amp):
         assert F.linear(weight, weight).dtype == torch.float16
     assert F.linear(weight, weight).dtype == torch.float32
     assert (F.cross_entropy, F.linear, vars(nn.modules.rnn)["_VF"]) == FUNCTIONS
-
-
-def test_checkpointed_layers_cast_again_in_backward(amp):
-    def run(backend, checkpointed):
-        config = {"activation_checkpoint": {"patterns": ["first"]}} if checkpointed else {}
-        engine = make_engine("O1", backend, config=config)
-        return train(engine, BATCHES[:4]).losses, state_of(engine)
-
-    assert_equal(run("apex", True), run("native", False))
-
-
-def test_several_engines(amp):
-    """O1 of the native backend is not in the way, inside or outside."""
-    engines = [make_engine("O1"), make_engine("O1"), make_engine("O1", "native")]
-    for order in (engines, engines[::-1]):
-        with order[0].autocast(), order[1].autocast():
-            curves = [train(engine, BATCHES[:2]).losses for engine in engines]
-        assert curves[0] == curves[1] == curves[2]
-
-
-def test_convert_to_amp(amp):
-    model = BatchNormMLP()
-    keys = {"opt_level": "O1", "backend": "apex"}
-    converted, optimizer, _ = halfmesh.convert_to_amp(model, optim.SGD(model.parameters(), 0.1), None, "apex", keys)
-    assert converted(BATCHES[0][0]).dtype == torch.float16
-    assert copy.deepcopy(converted)(BATCHES[0][0]).dtype == torch.float16
-    optimizer.close()
-    assert converted(BATCHES[0][0]).dtype == torch.float32
 
 
 REAL = torch.cuda.is_available() and problem_on(CUDA) is None

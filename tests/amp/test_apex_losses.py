@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import itertools
 import math
 from collections.abc import Callable, Iterable
@@ -94,29 +93,6 @@ def with_inf(grad: torch.Tensor) -> torch.Tensor:
     return grad
 
 
-class Accumulating:
-    """The reference in cycles of two batches: the verdict on a loss waits for its last backward of the cycle."""
-
-    def __init__(self, reference: Apex, loss_ids: tuple[int, int]) -> None:
-        self.reference, self.model = reference, reference.model
-        self.verdicts = {loss_id: 2 + which for which, loss_id in enumerate(loss_ids)}  # the last of four backwards
-        self.backwards = 0
-
-    def __call__(self, x: torch.Tensor) -> Any:
-        return self.reference(x)
-
-    def backward(self, loss: torch.Tensor, loss_id: int) -> None:
-        self.reference.backward(loss / 2, loss_id, delay=self.backwards % 4 != self.verdicts[loss_id])
-        self.backwards += 1
-
-    def step(self) -> bool | None:
-        return None if self.backwards % 4 else self.reference.step()
-
-    @property
-    def loss_scales(self) -> tuple[float, ...]:
-        return self.reference.loss_scales
-
-
 @dataclasses.dataclass
 class Injection:
     """inf in one element of one gradient, of one backward of one step."""
@@ -190,21 +166,6 @@ def test_two_losses_one_optimizer(opt_level, num_losses):
         assert history[-1][1] == tuple(SCALES[i] / (2 if i in lowered else 1) for i in range(num_losses))
 
 
-@pytest.mark.parametrize(("opt_level", "num_losses"), [("O0", 1), ("O1", 2), ("O2", 1), ("O2", 2), ("O3", 2)])
-def test_accumulation_of_both_losses(opt_level, num_losses):
-    """Two batches per step, so four backwards; inf in any of them skips the step. zero_grad inside does nothing."""
-    loss_ids = (0, num_losses - 1)
-    for batch, loss in [(-1, -1), (2, 0), (2, 1), (3, 1)]:
-        engine, reference = make_runs(Parts(True), sgd, opt_level, num_losses, gradient_accumulation=2)
-        injection, batches = Injection(batch, loss, "fp16"), make_batches(6)
-        history = run_losses(engine, loss_ids, injection, True, batches)
-        assert history == run_losses(Accumulating(reference, loss_ids), loss_ids, injection, batches=batches)
-        assert [was for was, _ in history] == [None, False, None, batch >= 0, None, False]
-        # The engine adds up the batches of a cycle as they come, in half precision (delay_unscale does so in apex).
-        rounds = opt_level == "O3" or (opt_level == "O2" and num_losses == 1)
-        assert_same(engine, reference, *((1e-3, 1e-3) if rounds else ()))
-
-
 class Weight(nn.Module):
     """One number: its gradients are what the input says, to the last bit in any precision."""
 
@@ -240,57 +201,3 @@ def test_a_loss_without_backward_keeps_its_scale():
             run.step()
         saved = scaler_states(engine.state_dict())
         assert [(s["scale"], s["growth_tracker"]) for s in saved] == [(s.scale, s.unskipped) for s in reference.scalers]
-
-
-@pytest.mark.parametrize("opt_level", ["O2", "O3"])
-def test_clipping(opt_level):
-    """By the norm of what both losses left, unscaled: torch's own clipping of apex's master_params."""
-    by_config = opt_level == "O2"
-    config = {"clip_grad_norm": 0.3} if by_config else {}
-    engine, reference = make_runs(Parts(True), sgd, opt_level, 2, **config)
-    for x, y in BATCHES:
-        for run in (engine, reference):
-            for loss_id, loss in enumerate(losses_of(run(x), y, criterion_of(run))):
-                run.backward(loss, loss_id=loss_id)
-        clipped = None if by_config else engine.clip_grad_norm_(0.3)
-        result = engine.step()
-        norm = nn.utils.clip_grad_norm_([target for _, target in reference.pairs], 0.3)
-        reference.step()
-        assert norm > 0.6
-        assert result.grad_norm == pytest.approx(norm.item(), rel=2e-3 if opt_level == "O3" else 1e-5)
-        assert clipped is None or clipped.item() == pytest.approx(norm.item(), rel=2e-3)
-    assert_same(engine, reference, *((1e-3, 1e-3) if opt_level == "O3" else ()))
-
-
-@pytest.mark.parametrize(("opt_level", "num_losses"), [("O1", 1), ("O2", 2)])
-def test_zeroed_gradients_leave_no_trace(opt_level, num_losses):
-    """A backward that no step was taken for, of the other loss and with other numbers."""
-    engine, reference = make_runs(Parts(True), sgd, opt_level, num_losses)
-    loss_ids = (0, num_losses - 1)
-    run_losses(engine, loss_ids, batches=BATCHES[:1])
-    run_losses(reference, loss_ids, batches=BATCHES[:1])
-    x, y = BATCHES[2]
-    engine.eval()  # BatchNorm's statistics are to stay
-    engine.backward(losses_of(engine(x), y, engine.criterion)[1] * 7, loss_id=loss_ids[1])
-    engine.train()
-    engine.zero_grad()
-    history = run_losses(engine, loss_ids, batches=BATCHES[1:])
-    assert history == run_losses(reference, loss_ids, batches=BATCHES[1:])
-    assert_same(engine, reference)
-
-
-@pytest.mark.parametrize("opt_level", LEVELS)
-def test_resume_is_bitwise(opt_level):
-    """After one of the losses has overflowed; and nothing is saved in half precision."""
-    engine, _ = make_runs(Parts(True), sgd, opt_level, 2)
-    other, _ = make_runs(Parts(True), sgd, opt_level, 2)
-    run_losses(engine, (0, 1), Injection(0, 1, "fp16"))
-    run_losses(other, (0, 1), Injection(1, 0, "fp16"))  # a state of its own, to be overwritten
-    state, file = engine.state_dict(), io.BytesIO()
-    assert {value.dtype for value in state["model"].values()} == {torch.float32, torch.int64}
-    torch.save(state, file)
-    file.seek(0)
-    other.load_state_dict(torch.load(file, weights_only=True))
-    assert run_losses(other, (0, 1)) == run_losses(engine, (0, 1))
-    for part in ("model", "update"):
-        torch.testing.assert_close(other.state_dict()[part], engine.state_dict()[part], rtol=0, atol=0)

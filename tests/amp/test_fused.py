@@ -11,7 +11,7 @@ from torch import nn, optim
 
 from halfmesh.amp.convert import convert
 from halfmesh.amp.precision import Precision
-from halfmesh.amp.recipe import FP32, LossScale, Recipe
+from halfmesh.amp.recipe import FP32, Recipe
 from halfmesh.utils.param_shard import ParamShard
 from tests.support.updates import (
     DYNAMIC,
@@ -19,7 +19,6 @@ from tests.support.updates import (
     assert_close,
     by_hand,
     give,
-    gradients,
     held,
     make_params,
     make_update,
@@ -43,21 +42,6 @@ def test_fused_leaves_the_users_choice(choice):
         "sgd_dampening": (None, None),
         "rmsprop": (None, None),
     }
-
-
-@pytest.mark.parametrize("scale", [None, LossScale(64.0, dynamic=False)], ids=["", "scaled"])
-@pytest.mark.parametrize("name", ["sgd_momentum", "adamw"])
-def test_half_precision_without_masters_is_left_to_the_plain_optimizer(name, scale):
-    """The fused kernel rounds once where the plain one rounds after each operation, or, SGD's, does not move them."""
-    params = make_params()
-    update = make_update(params, OPTIMIZERS[name], Recipe(torch.float16, torch.float16, loss_scale=scale))
-    plain = [nn.Parameter(p.detach().clone()) for p in params]
-    optimizer = OPTIMIZERS[name](plain)
-    for step in range(3):
-        give(plain, gradients(step))
-        take(update, params, step)
-        optimizer.step()
-    assert_close(params, plain, 0, 0)
 
 
 def test_a_subclass_with_its_own_step_is_not_trusted_with_the_scale():

@@ -9,7 +9,6 @@ from torch import nn, optim
 from torch.nn import functional as F
 
 import halfmesh
-from tests.support.ranks import run_ranks
 
 BF16, FULL = torch.bfloat16, torch.float32
 TIMES = torch.tensor([998.3897, 513.3, 70000.0])
@@ -145,56 +144,6 @@ def test_a_large_input_that_becomes_inf_is_told_and_a_mask_is_not(caplog, value)
     assert ("argument 'x' changes from 100000 to inf" in caplog.text) == (value > 0)
     assert ("changes from" in caplog.text) == (value > 0)
     engine.close()
-
-
-@pytest.mark.parametrize(("name", "by_name"), [("argument 2", False), ("t", True), ("argument 1", False)])
-def test_what_the_warning_advises_can_be_set(name, by_name):
-    class Wrapper(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = Denoiser()
-
-        def forward(self, *args, **kwargs):
-            self.got = (*args, *kwargs.values())
-            return self.inner.a(args[0].to(BF16))
-
-    engine = start(model := Wrapper(), naive(keep_fp32=[name]))
-    engine(torch.randn(3, 8), *([] if by_name else [TIMES]), **({"t": TIMES} if by_name else {}))
-    assert [value.dtype == FULL for value in model.got] == [name == "argument 1", name != "argument 1"]
-    engine.close()
-
-
-def test_a_sparse_argument_is_cast():
-    class Graph(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.fc = nn.Linear(3, 3)
-
-        def forward(self, edges):
-            self.dtype = edges.dtype
-            return self.fc.weight.sum()
-
-    engine = start(model := Graph(), naive())
-    engine(torch.eye(3).to_sparse())
-    assert model.dtype == BF16
-    engine.close()
-
-
-def kept_on_ranks(rank, world_size, data):
-    torch.manual_seed(0)
-    model, x = Denoiser(), torch.linspace(-1, 1, 24).view(3, 8)
-    engine = start(model, naive(keep_fp32=["t", "fourier"]), parallel={"data": data})
-    assert model.fourier.dtype == model.inv_freq.dtype == FULL
-    loss = engine.criterion(engine(x, TIMES), x)
-    engine.backward(loss)
-    engine.step()
-    return loss.item(), engine.criterion(engine(x, TIMES), x).item()
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("data", ["zero1", "fsdp"])
-def test_kept_parameters_with_sharded_ones(data):
-    assert run_ranks(kept_on_ranks, 2, data) == [kept_on_ranks(0, 1, "replicate")] * 2
 
 
 def test_an_error_of_mixed_dtypes_names_the_layer_and_the_way_out():

@@ -60,11 +60,6 @@ def test_moves_as_the_rule_says():
         assert run(LossScaler(options, CPU), overflows) == model_of_the_rule(options, overflows), (options, overflows)
 
 
-def test_hysteresis_example():
-    scaler = LossScaler(LossScale(initial=1024.0, hysteresis=2), CPU)
-    assert run(scaler, [True, False, False, True, True, True]) == [1024, 1024, 1024, 512, 256, 128]
-
-
 @pytest.mark.promise("the loop with autocast and GradScaler")
 @pytest.mark.parametrize(
     ("start", "growth", "backoff", "interval"),
@@ -90,11 +85,6 @@ def test_same_rule_as_torch_with_hysteresis_1(start, growth, backoff, interval):
             max(theirs.get_scale(), 2.0**-126),
             theirs._get_growth_tracker(),
         )
-
-
-def test_static_scale_never_moves():
-    scaler = LossScaler(LossScale(initial=128.0, dynamic=False, growth_interval=1), CPU)
-    assert run(scaler, [True, False, False, True]) == [128.0] * 4
 
 
 def test_state_dict_holds_every_tracker():

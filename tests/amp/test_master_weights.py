@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-import weakref
 
 import pytest
 import torch
 from torch import nn, optim
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfmesh.amp.convert import convert
 from halfmesh.amp.precision import Precision
@@ -102,33 +100,3 @@ def test_what_the_optimizer_holds_no_more_is_not_judged(recipe, name):
     group["params"].append(dropped)  # and again
     give(params, grads)
     assert update.step().grad_norm > expected
-
-
-class MostCasts(TorchDispatchMode):
-    """The largest number of results of casts that were there at a time."""
-
-    def __init__(self):
-        super().__init__()
-        self.now = self.most = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten._to_copy.default:
-            self.now += 1
-            self.most = max(self.most, self.now)
-            weakref.finalize(result, self.drop)
-        return result
-
-    def drop(self):
-        self.now -= 1
-
-
-def test_a_comparison_of_masters_and_weights_rounds_one_at_a_time():
-    """It runs in the first updates and in each save, where a second model in half precision may not fit."""
-    params = [nn.Parameter(torch.full((8,), 1.0 + i).bfloat16()) for i in range(6)]
-    masters = make_update(params, OPTIMIZERS["sgd"], BF16).master_weights
-    params[4].data.fill_(9.0)
-    with MostCasts() as casts:
-        assert masters.uncounted() == ["p4"]
-        masters.by_name()
-    assert casts.most == 1

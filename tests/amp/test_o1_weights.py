@@ -101,28 +101,6 @@ def test_optimizer_steps_in_the_scope(options):
     assert torch.equal(model.weight, alone.weight)
 
 
-def test_a_cast_in_inference_mode_is_not_used_outside():
-    linear, x = nn.Linear(2, 2), torch.ones(1, 2, requires_grad=True)
-    with scope():
-        with torch.inference_mode():
-            first = linear(x)
-        linear(x).sum().backward()
-        assert linear.weight.grad is not None
-        with torch.inference_mode():
-            assert torch.equal(linear(x), first)
-
-
-def test_a_transform_of_torch_func_does_not_leave_its_weights_behind():
-    linear, x = nn.Linear(2, 2), torch.ones(1, 2)
-    for transform in (lambda: torch.func.grad(lambda x: linear(x).sum())(x), lambda: torch.func.vmap(linear)(x)):
-        linear.zero_grad()
-        with scope():
-            transform()
-            linear(x).sum().backward()
-            torch.func.vmap(torch.func.grad(lambda x: linear(x).sum()))(x)
-        assert torch.equal(linear.weight.grad, torch.ones(2, 2))
-
-
 def test_cast_weights_are_freed_with_the_scope():
     linear = nn.Linear(3, 7)
     with scope(), torch.no_grad(), CountCasts() as counter:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from unittest import mock
 
@@ -11,11 +10,8 @@ import torch
 from torch import nn, optim
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-import halfmesh
 from halfmesh.amp import stepper
 from halfmesh.amp.recipe import FP32, LossScale, Recipe
-from halfmesh.utils.tensors import bucket_bytes
-from halfmesh.utils.torch_private import shapes_only
 from tests.support.updates import (
     OPTIMIZERS,
     assert_close,
@@ -100,22 +96,6 @@ def test_hooks_before_the_step_see_gradients_as_they_are_used(recipe, everywhere
         assert norms == []
 
 
-@pytest.mark.parametrize("recipe", [FP32, NAIVE], ids=["fp32", "masters"])
-def test_hooks_run_once_in_each_update_with_or_without_gradients(recipe, monkeypatch):
-    """A hook may wait for other ranks, which have gradients where this one has none."""
-    monkeypatch.setattr(stepper, "bucket_bytes", lambda *_: 1)
-    params, ran = make_params(), []
-    update = make_update(params, OPTIMIZERS["adamw"], recipe)
-    handle = update.optimizer.register_step_post_hook(lambda *_: ran.append(1))
-    take(update, params, 0)
-    give(params, [None] * 3)
-    update.step()
-    assert ran == [1, 1]
-    handle.remove()
-    take(update, params, 1)
-    assert ran == [1, 1]
-
-
 @pytest.mark.parametrize("change", ["exchange", "load", "settings"])
 def test_state_that_others_change_is_what_the_next_update_uses(change):
     def train(fused):
@@ -136,53 +116,6 @@ def test_state_that_others_change_is_what_the_next_update_uses(change):
         return params
 
     assert_close(train("auto"), train(False))
-
-
-@pytest.mark.parametrize(
-    ("config", "batches", "warns"),
-    [
-        ({"gradient_accumulation": 2}, 3, True),
-        ({"gradient_accumulation": 2}, 4, False),
-        ({"loss_reduction": "weighted"}, 2, True),
-    ],
-    ids=["short cycle", "whole cycles", "weighted"],
-)
-def test_edits_of_gradients_that_are_still_to_be_divided_are_told(config, batches, warns, caplog):
-    model = nn.Linear(4, 1)
-    weighted = "loss_reduction" in config
-    data = [torch.ones(2, 4)] * batches
-    engine = halfmesh.initialize(
-        model,
-        optim.SGD(model.parameters(), lr=0.1),
-        lambda output: (output.sum(), 2) if weighted else output.mean(),
-        torch.utils.data.DataLoader(data, batch_size=None),
-        config,
-        device="cpu",
-    )
-    with caplog.at_level(logging.WARNING):
-        for x in engine.dataloader:
-            engine.zero_grad()
-            engine.backward(engine.criterion(engine(x)))
-            model.weight.grad.clamp_(max=0.01)
-            engine.step()
-    engine.close()
-    assert ("still have to be divided" in caplog.text) == warns
-
-
-def test_a_gpu_steps_134_m_parameters_at_once_and_sends_new_weights_by_the_sixteenth():
-    mib, cpu, gpu = 2**20, torch.device("cpu"), torch.device("cuda")
-    assert bucket_bytes(cpu) == bucket_bytes(cpu, published=10**10) == 25 * mib
-    assert bucket_bytes(gpu) == 4 * 134_217_728 == 512 * mib
-    assert [bucket_bytes(gpu, numel * mib) for numel in (1, 200, 10**5)] == [25 * mib, 50 * mib, 512 * mib]
-
-
-def test_in_how_many_buckets_a_gpu_would_step_masters():
-    """ViT-B and GPT of 124 M parameters in one: each bucket costs the host launches. A dry run counts so."""
-    with shapes_only():  # 128 M elements
-        params = [nn.Parameter(torch.empty(2**23, dtype=torch.bfloat16)) for _ in range(16)]
-        update = make_update(params, OPTIMIZERS["adamw"], NAIVE)
-        grads = {shard: torch.empty_like(shard.param) for shard in update.master_weights.trained}
-        assert [len(update.stepper.buckets(dict(grads), publishes)) for publishes in (False, True)] == [1, 16]
 
 
 @pytest.mark.parametrize("name", ["sgd", "adamw"])

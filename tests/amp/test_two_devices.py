@@ -15,7 +15,6 @@ from halfmesh.amp import stepper
 from halfmesh.amp.optimizer import MixedPrecisionOptimizer
 from halfmesh.amp.recipe import FP32, LossScale, Recipe, UpdateOptions
 from halfmesh.dry_run.tracker import dry_run_mode
-from halfmesh.parallel.buckets import Bucket, ReduceOptions, make_buckets
 from halfmesh.utils.param_shard import OneRank, ParamShard
 from tests.support.updates import OPTIMIZERS
 
@@ -66,9 +65,3 @@ def test_an_update_keeps_to_the_devices(recipe, optimizer, norm_type, monkeypatc
                 moments = [v for n, v in update.optimizer.state[target].items() if n != "step"]
                 assert {moment.device for moment in moments} == {target.device}
         update.close()
-
-
-@dry_run_mode()
-def test_no_bucket_has_two_devices():
-    buckets = make_buckets(make_shards(), ReduceOptions(), lambda param: None, Bucket)
-    assert [[shard.name for shard in bucket.shards] for bucket in buckets] == [["other part", "part"], ["scale"]]

@@ -44,9 +44,7 @@ NORM_AND_SCALE = (
     ),
     fault(
         "An update with inf in its gradients is taken",
-        Text(
-            OPTIMIZER, "total.to(self.stepper.divides_in), self.found_inf)", "total.to(self.stepper.divides_in), None)"
-        ),
+        Text(OPTIMIZER, "        found_inf = self.found_inf\n", "        found_inf = None\n"),
         In(TORCH_FP16, ("overflow *", "update *")),
     ),
     fault(
