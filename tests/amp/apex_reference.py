@@ -96,7 +96,6 @@ class Apex:
         for group in self.optimizer.param_groups:
             group["params"] = self._stepped(group["params"])
         self.skip = False
-        self._delayed: dict[int, bool] = {}
 
     def _stepped(self, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         targets = []
@@ -116,19 +115,13 @@ class Apex:
         for param, target in self.pairs:
             param.grad = target.grad = None
 
-    def backward(
-        self, loss: torch.Tensor, loss_id: int = 0, *, retain_graph: bool = False, delay: bool = False
-    ) -> None:
-        """Gradients of `loss`, unscaled with its own scale and added to those of earlier backwards.
-
-        Args:
-            delay: leave the verdict to the next backward of this loss that is not delayed.
-        """
+    def backward(self, loss: torch.Tensor, loss_id: int = 0) -> None:
+        """Gradients of `loss`, unscaled with its own scale and added to those of earlier backwards."""
         scaler = self.scalers[loss_id]
         earlier = [target.grad for _, target in self.pairs]
         self.zero_grad()
-        (loss.float() * scaler.scale).backward(retain_graph=retain_graph)
-        overflow = self._delayed.pop(loss_id, False)
+        (loss.float() * scaler.scale).backward()
+        overflow = False
         for (param, target), left in zip(self.pairs, earlier, strict=True):
             scaled, param.grad = param.grad, None
             if scaled is None:
@@ -137,9 +130,7 @@ class Apex:
             overflow = overflow or not bool(scaled.isfinite().all())
             unscaled = scaled.float() * (1.0 / scaler.scale)
             target.grad = (unscaled if left is None else unscaled + left.float()).to(target.dtype)
-        if delay:
-            self._delayed[loss_id] = overflow
-        elif scaler.judge(overflow):
+        if scaler.judge(overflow):
             self.skip = True  # and stays set, whatever the other losses find
 
     def step(self) -> bool:

@@ -85,15 +85,6 @@ def test_naive_is_o2_without_fp32_batchnorm_and_torch_is_close_to_o1():
     torch.testing.assert_close(torch_amp, o1, rtol=1e-3, atol=1e-3)
 
 
-def test_master_params_have_no_gradients_before_the_step():
-    engine = make_engine(apex("O2"))
-    x, y = make_data(8)
-    engine.backward(engine.criterion(engine(x), y))
-    with pytest.raises(InputError, match=r"when masters have no gradients yet; to clip, call engine\.clip_grad_norm_"):
-        engine.master_params()
-    engine.step()
-
-
 def test_losses_and_states_of_other_numbers_of_losses_are_rejected():
     engine, other = make_engine(apex("O2", num_losses=2)), make_engine(apex("O2"))
     x, y = make_data(8)

@@ -127,18 +127,6 @@ def test_a_cpu_is_rejected_before_anything_is_changed(amp, monkeypatch):
     assert not amp.calls
 
 
-def test_what_apex_is_asked_for(amp):
-    make_engine("O2", keep_batchnorm_fp32=False, cast_model_outputs="float16", verbosity=2).close()
-    make_engine("O3", loss_scale=64.0).close()
-    nothing = dict.fromkeys(
-        ("cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "cast_model_outputs"), None
-    )
-    assert amp.calls == [
-        ("O2", 2, nothing | {"keep_batchnorm_fp32": False, "cast_model_outputs": torch.float16}),
-        ("O3", 0, nothing),
-    ]
-
-
 @pytest.mark.parametrize(
     ("level", "optimizer", "scale"),
     [("O0", "sgd", 128.0), ("O1", "adam", None), ("O2", "sgd", None), ("O3", "sgd", None)],

@@ -49,20 +49,6 @@ def test_training_curve(opt_level, net, optimizer, loss_scale):
     assert any(skipped) == dynamic
 
 
-@pytest.mark.parametrize(
-    ("opt_level", "overrides"),
-    [
-        ("O2", {"keep_batchnorm_fp32": False}),
-        ("O2", {"master_weights": False}),
-        ("O3", {"master_weights": True, "keep_batchnorm_fp32": True, "loss_scale": "dynamic"}),
-    ],
-    ids=["O2 without fp32 BatchNorm", "O2 without masters", "O3 with both"],
-)
-def test_overridden_levels(opt_level, overrides):
-    engine, reference = make_pair(BatchNormMLP(), make_optimizer("adam"), opt_level, UNFUSED, **overrides)
-    compare(engine, reference, factors={3: MILD} if reference.scalers[0].dynamic else {})
-
-
 @pytest.mark.parametrize(("opt_level", "max_loss_scale"), [("O0", 2.0**17), ("O1", 2.0**24), ("O2", 2.0**16)])
 def test_growth(opt_level, max_loss_scale):
     """After 2000 steps without overflow, counted from the last one, and not beyond the ceiling."""

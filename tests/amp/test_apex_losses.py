@@ -1,11 +1,9 @@
-"""Several losses, models and optimizers under O0 to O3: each loss its own scale, one verdict for the step."""
+"""Several losses, models and groups under O0 to O3: each loss its own scale, one verdict for the step."""
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -28,7 +26,6 @@ from tests.amp.apex_runs import (
     skipped,
 )
 
-CONFIG = {"fused": False}  # the gradients that the optimizer finds are unscaled
 SCALES = (2.0**10, 2.0**13)  # unlike each other: taking the wrong one cannot go unseen
 BATCHES = make_batches(3)
 WEIGHTS = {"fp16": "first.weight", "fp32": "norm.weight"}  # in O2 the second one stays in fp32
@@ -50,22 +47,17 @@ class Part(nn.Module):
 
 
 class Parts(nn.Module):
-    """Two models, each with a loss of its own, and maybe a third one that both losses use."""
+    """Two models, each with a loss of its own, and a third one that both losses use."""
 
-    def __init__(self, shared: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.m0, self.m1 = Part(0), Part(1)
-        self.both = Part(2) if shared else None
+        self.m0, self.m1, self.both = Part(0), Part(1), Part(2)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return self._outputs(x, Part.forward)
+        return self.m0(x) + self.both(x), self.m1(x) + self.both(x)
 
     def patched(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return self._outputs(x, Part.patched)
-
-    def _outputs(self, x: torch.Tensor, call: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        own = [call(model, x) for model in (self.m0, self.m1)]
-        return tuple(own if self.both is None else [out + call(self.both, x) for out in own])
+        return self.m0.patched(x) + self.both.patched(x), self.m1.patched(x) + self.both.patched(x)
 
 
 def sgd(model: nn.Module) -> optim.Optimizer:
@@ -74,17 +66,12 @@ def sgd(model: nn.Module) -> optim.Optimizer:
     return optim.SGD(groups, momentum=0.5)
 
 
-def losses_of(outputs: Iterable[torch.Tensor], y: torch.Tensor, criterion: Callable[..., Any]) -> list[torch.Tensor]:
-    """The second one is of another size than the first."""
-    return [criterion(out, y) * factor for out, factor in zip(outputs, (1.0, 3.0), strict=True)]
-
-
-def wide_criterion(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(output.float(), y)
-
-
-def criterion_of(run: Any) -> Callable[..., torch.Tensor]:
-    return run.criterion if isinstance(run, halfmesh.Engine) else wide_criterion
+def make_runs(model: nn.Module, optimizer: Any, opt_level: str, num_losses: int) -> tuple[halfmesh.Engine, Apex]:
+    """An engine and the reference, with dynamic scales that are already somewhere."""
+    config = {"fused": False}  # the gradients that the optimizer finds are unscaled
+    runs = make_pair(model, optimizer, opt_level, config, loss_scale="dynamic", num_losses=num_losses)
+    set_scalers(*runs, [(scale, 0) for scale in SCALES[:num_losses]])
+    return runs
 
 
 def with_inf(grad: torch.Tensor) -> torch.Tensor:
@@ -93,60 +80,24 @@ def with_inf(grad: torch.Tensor) -> torch.Tensor:
     return grad
 
 
-@dataclasses.dataclass
-class Injection:
-    """inf in one element of one gradient, of one backward of one step."""
+def run_losses(run: Any, loss_ids: tuple[int, int], bad: Any) -> list[tuple[bool | None, tuple[float, ...]]]:
+    """One backward for each of two losses, and a step. Returns for each step whether it was skipped, and the scales.
 
-    step: int
-    loss: int
-    location: str
-
-    def backward(self, run: Any, step: int, which: int, part: nn.Module, call: Callable) -> None:
-        if (step, which) != (self.step, self.loss):
-            return call()
-        hook = part.get_parameter(WEIGHTS[self.location]).register_hook(with_inf)
-        call()
-        return hook.remove()
-
-
-NOTHING = Injection(-1, -1, "fp16")
-INJECTIONS = [NOTHING, *(Injection(*at) for at in itertools.product((0, 1), (0, 1), ("fp16", "fp32")))]
-
-
-def make_runs(
-    model: nn.Module,
-    optimizer: Callable[[nn.Module], optim.Optimizer],
-    opt_level: str,
-    num_losses: int = 1,
-    **config: Any,
-) -> tuple[halfmesh.Engine, Apex]:
-    """An engine and the reference, with dynamic scales that are already somewhere."""
-    runs = make_pair(model, optimizer, opt_level, CONFIG | config, loss_scale="dynamic", num_losses=num_losses)
-    set_scalers(*runs, [(scale, 0) for scale in SCALES[:num_losses]])
-    return runs
-
-
-def run_losses(
-    run: Any,
-    loss_ids: tuple[int, int],
-    injection: Injection = NOTHING,
-    zeroes: bool = False,
-    batches: Any = BATCHES,
-) -> list[tuple[bool, tuple[float, ...]]]:
-    """One backward for each of two losses, and a step. Returns for each step whether it was skipped, and the scales."""
+    Args:
+        bad: (step, loss, weight): inf in one element of one gradient, of one backward of one step.
+    """
     history = []
-    for step, (x, y) in enumerate(batches):
-        if zeroes:
-            run.zero_grad()
-        for which, loss in enumerate(losses_of(run(x), y, criterion_of(run))):
-            part = (run.model.m0, run.model.m1)[which]
-
-            def backward(loss=loss, which=which):
-                run.backward(loss, loss_id=loss_ids[which])
-
-            injection.backward(run, step, which, part, backward)
-        result = run.step()
-        history.append((skipped(result), run.loss_scales))
+    for step, (x, y) in enumerate(BATCHES):
+        for which, output in enumerate(run(x)):
+            loss = F.cross_entropy(output.float(), y) * (1.0, 3.0)[which]
+            hooks = []
+            if bad is not None and bad[:2] == (step, which):
+                part = (run.model.m0, run.model.m1)[which]
+                hooks = [part.get_parameter(WEIGHTS[bad[2]]).register_hook(with_inf)]
+            run.backward(loss, loss_id=loss_ids[which])
+            for hook in hooks:
+                hook.remove()
+        history.append((skipped(run.step()), run.loss_scales))
     return history
 
 
@@ -156,13 +107,13 @@ def run_losses(
 def test_two_losses_one_optimizer(opt_level, num_losses):
     """inf in either backward of either of the first two of three steps: one is skipped, and two are made."""
     loss_ids = (0, num_losses - 1)
-    for injection in INJECTIONS:
-        engine, reference = make_runs(Parts(True), sgd, opt_level, num_losses)
-        history = run_losses(engine, loss_ids, injection)
-        assert history == run_losses(reference, loss_ids, injection), injection
+    for bad in (None, *itertools.product((0, 1), (0, 1), WEIGHTS)):
+        engine, reference = make_runs(Parts(), sgd, opt_level, num_losses)
+        history = run_losses(engine, loss_ids, bad)
+        assert history == run_losses(reference, loss_ids, bad), bad
         assert_same(engine, reference)
-        assert [was for was, _ in history] == [step == injection.step for step in range(3)]
-        lowered = {loss_ids[injection.loss]} if injection.loss >= 0 else set()
+        assert [was for was, _ in history] == [bad is not None and step == bad[0] for step in range(3)]
+        lowered = {loss_ids[bad[1]]} if bad else set()
         assert history[-1][1] == tuple(SCALES[i] / (2 if i in lowered else 1) for i in range(num_losses))
 
 

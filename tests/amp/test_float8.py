@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
@@ -163,35 +161,6 @@ def test_mistakes_with_the_model(monkeypatch):
     monkeypatch.setattr(float8, "find_spec", lambda name: None)
     with pytest.raises(InputError, match=r"it needs the package torchao, .*; pip install 'halfmesh\[fp8\]'"):
         make_engine(fp8())
-
-
-@pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="needs a build of torch for CUDA")
-@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
-@pytest.mark.parametrize("rows", [1, 7, 24, 32])
-def test_products_pass_torchs_checks_of_cudas_kernels(scaling, rows, monkeypatch):
-    """Forward and backward: what these want of layouts and sizes is checked of tensors without memory, too."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
-
-    class Saved(SimpleNamespace):
-        needs_input_grad = (True, True, False, False)
-
-        def save_for_backward(self, *tensors):
-            self.saved_tensors = tensors
-
-    multiply = mock.Mock(wraps=torch._scaled_mm)
-    monkeypatch.setattr(torch, "_scaled_mm", multiply)
-    _, options = float8._torchao(scaling, False)
-    for inputs, outputs in ((64, 128), (2048, 8192), (48, 80)):
-        with FakeTensorMode(), torch.no_grad(), torch.device("cuda"):
-            x = torch.empty(2, rows, inputs, dtype=torch.bfloat16)
-            weight = torch.empty(outputs, inputs, dtype=torch.bfloat16)
-            saved = Saved()
-            y = matmul_with_hp_or_float8_args.forward(saved, x, weight.t(), *options)
-            grads = matmul_with_hp_or_float8_args.backward(saved, torch.empty_like(y))[:2]
-        assert [tuple(t.shape) for t in (y, *grads)] == [(2, rows, outputs), (2, rows, inputs), (inputs, outputs)]
-        assert {(t.dtype, t.device.type) for t in (y, *grads)} == {(torch.bfloat16, "cuda")}
-    assert multiply.call_count == 9
 
 
 WEIGHTS = {"fp32": torch.randn(48, 32), "bf16": torch.randn(48, 32).bfloat16(), "zeros": torch.zeros(48, 32)}

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import math
 
 import pytest
 import torch
 from torch import nn, optim
 
-from halfmesh.amp.convert import convert
-from halfmesh.amp.precision import Precision
-from halfmesh.amp.recipe import FP32, Recipe
-from halfmesh.utils.param_shard import ParamShard
+from halfmesh.amp.recipe import Recipe
 from tests.support.updates import (
     DYNAMIC,
     OPTIMIZERS,
@@ -98,30 +94,6 @@ def test_parameters_with_gaps_or_a_changed_layout(name):
         return params
 
     assert_close(run(True), run(False))
-
-
-def test_sparse_gradients_without_scaling_work_as_in_torch():
-    for make in (lambda p: optim.SGD(p, lr=0.1), lambda p: optim.Adagrad(p, lr=0.1), optim.SparseAdam):
-        results = []
-        for with_update in (True, False):
-            torch.manual_seed(0)
-            embedding = nn.Embedding(5, 3, sparse=True)
-            optimizer = make(list(embedding.parameters()))
-            if with_update:
-                shards = [ParamShard(n, p) for n, p in embedding.named_parameters()]
-                update = convert(embedding, optimizer, shards, Precision(FP32, torch.device("cpu")))
-                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # before the first of them
-            for index in (1, 3, 1, 1, 4):
-                embedding.weight.grad = None
-                loss = embedding(torch.tensor([index])).square().sum()
-                if with_update:
-                    update.backward(loss)
-                    update.step()
-                else:
-                    loss.backward()
-                    optimizer.step()
-            results.append(embedding.weight.detach())
-        torch.testing.assert_close(*results)
 
 
 def test_momentum_that_begins_later_survives_a_first_step_that_is_skipped(uninitialised_is_nan):

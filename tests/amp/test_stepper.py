@@ -118,29 +118,6 @@ def test_state_that_others_change_is_what_the_next_update_uses(change):
     assert_close(train("auto"), train(False))
 
 
-@pytest.mark.parametrize("name", ["sgd", "adamw"])
-def test_a_gradient_that_differs_in_strides_of_size_1_is_not_copied(name, monkeypatch):
-    """That of a 1x1 convolution, if its input is channels_last and its weight is not. torch's kernels take it, too."""
-    channels_last = (8, 1, 8, 8)
-
-    def train(step_on, param):
-        generator = torch.Generator().manual_seed(0)
-        for _ in range(3):
-            param.grad = torch.randn(4, 8, 1, 1, generator=generator).as_strided(param.shape, channels_last)
-            step_on()
-        return [param]
-
-    ours, theirs = (nn.Parameter(torch.ones(4, 8, 1, 1)) for _ in range(2))
-    update = make_update([ours], OPTIMIZERS[name])
-    monkeypatch.setattr(stepper, "foreach_copy_", lambda *_: pytest.fail("copied"))
-    assert_close(train(update.step, ours), train(OPTIMIZERS[name]([theirs]).step, theirs))
-    assert update.optimizer.param_groups[0]["fused"]
-    state = update.optimizer.state[ours]  # as in a checkpoint of a model in channels_last
-    state |= {key: value.as_strided(value.shape, channels_last) for key, value in state.items() if value.dim()}
-    update.stepper.sync()
-    assert update.optimizer.param_groups[0]["fused"]
-
-
 def capturable_in_part(params):
     return optim.AdamW([{"params": params[:1], "capturable": True}, {"params": params[1:]}], fused=True)
 

@@ -73,29 +73,6 @@ def test_equals_unscale_clip_step_by_hand(name, max_norm):
     assert_close(params, by_hand(OPTIMIZERS[name], 6, max_norm)[0])
 
 
-@pytest.mark.parametrize("name", ["adam_foreach", "adamw"])
-def test_float64_is_divided_in_float64(name):
-    """By a scale, a count of microbatches and a norm that are no numbers of fp32."""
-    scale = LossScale(initial=3.0, dynamic=False)
-    found, expected = [[nn.Parameter(param.double()) for param in make_params()] for _ in range(2)]
-    update = make_update(found, OPTIMIZERS[name], Recipe(loss_scale=scale), max_norm=0.5)
-    optimizer = OPTIMIZERS[name](expected)
-    for step in range(4):
-        update.zero_grad()
-        update.backward(_line(found, step), 7.0)
-        update.scaled(_line(found, step), 7.0).backward()  # as a pipeline runs it
-        update.step(1 / 7)
-        give(expected, [2 * grad.double() for grad in gradients(step)])
-        nn.utils.clip_grad_norm_(expected, 0.5)
-        optimizer.step()
-    assert_close(found, expected, 1e-13, 1e-13)
-
-
-def _line(params, step):
-    """A loss with the gradients of `step`."""
-    return sum((param * grad).sum() for param, grad in zip(params, gradients(step), strict=True))
-
-
 @pytest.mark.parametrize("name", KINDS)
 def test_skipped_steps_leave_no_trace(name, uninitialised_is_nan):
     """The first one, before there is any state, and a later one, in one element."""
