@@ -102,20 +102,12 @@ def problem_on(device):
     return ApexPrecision(FP32, device, ApexOptions(backend="apex").model_dump()).find_problem()
 
 
-def test_an_apex_that_is_missing_too_new_or_broken(monkeypatch, tmp_path):
+def test_an_apex_that_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "apex", None)
     problem = problem_on(CUDA)
     assert "apex.amp cannot be imported (ModuleNotFoundError: " in problem
     assert "build it from https://github.com/NVIDIA/apex at tag 25.05 or earlier" in problem
     assert problem.endswith("or use backend='native', which needs no apex")
-    monkeypatch.setitem(sys.modules, "apex", ModuleType("apex"))
-    monkeypatch.delitem(sys.modules, "apex.amp", raising=False)
-    assert "No module named 'apex.amp'" in problem_on(CUDA)
-    (tmp_path / "apex").mkdir()
-    (tmp_path / "apex" / "__init__.py").write_text("import module_that_is_missing")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "apex")
-    assert "cannot be imported (ModuleNotFoundError: No module named 'module_that" in problem_on(CUDA)
 
 
 def test_a_cpu_is_rejected_before_anything_is_changed(amp, monkeypatch):
