@@ -51,7 +51,10 @@ OPT_LEVELS = MappingProxyType(
 
 def _to_dtype_name(value: Any) -> Any:
     """apex has torch.float16."""
-    return str(value).removeprefix("torch.") if isinstance(value, (torch.dtype, str)) else value
+    name = str(value).removeprefix("torch.") if isinstance(value, (torch.dtype, str)) else value
+    if name == "bfloat16":
+        raise ValueError("apex has no bf16; use bf16 = dict(mode='naive') or dict(mode='torch')")
+    return name
 
 
 def _from_text(value: Any) -> Any:

@@ -114,7 +114,7 @@ class MixedPrecisionOptimizer:
             )
         if self._clip_once is not None:
             self._clip_once = self._clip_once[0], None  # the norm is no longer that of all gradients
-        self.has_gradients = True
+        self.has_gradients, self.stepper.used = True, []
         receivers = self.master_weights.receivers
         if self.loss_scales.several:
             self.loss_scales.stash_grads(receivers)
@@ -132,6 +132,10 @@ class MixedPrecisionOptimizer:
 
     def zero_grad(self) -> None:
         """Clear the gradients of all parameters that the optimizer holds, or has held."""
+        self.stepper.used = []
+        self._forget_grads()
+
+    def _forget_grads(self) -> None:
         self._clip_once = self._held_inf = None
         self.has_gradients = self.is_unscaled = False
         self.loss_scales.forget()
@@ -216,7 +220,7 @@ class MixedPrecisionOptimizer:
         finally:  # a hook of the user's may raise on one rank: the scale moves on all
             if stats is not None:
                 self.loss_scales.update(stats)
-            self.zero_grad()
+            self._forget_grads()
         return result
 
     def _measure(self, grads: Grads) -> GradStats:

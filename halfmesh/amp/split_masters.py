@@ -195,12 +195,16 @@ class SplitMasters(MasterWeights):
         return {shard.name: self.value(shard) for shard in self.with_master}
 
     def adopt(self, changed: Container[torch.Tensor]) -> list[str]:
-        here = self._memory()
-        moved = [s.param for master, s in self._shards.items() if master.untyped_storage() not in here]
-        for param in moved:  # by `master.data = ...`; torch rejects other writes
-            self._release([param])
-        if moved:
-            self.reject_split("a write into parameters of the optimizer")
+        if any(master in changed for master in self.layouts):
+            here = self._memory()
+            moved = [s.param for master, s in self._shards.items() if master.untyped_storage() not in here]
+            filled = [stand_in for stand_in in self._stand_ins.values() if not stand_in.isnan()]
+            for param in moved:  # by `master.data = ...`
+                self._release([param])
+            for stand_in in filled:  # by `fill_`, which torch does not reject
+                stand_in.fill_(nan)
+            if moved or filled:
+                self.reject_split("a write into parameters of the optimizer")
         return []  # the weights are the masters' upper halves
 
     def uncounted(self) -> list[str]:

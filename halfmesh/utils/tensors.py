@@ -78,6 +78,9 @@ def dtype_name(dtype: torch.dtype | None) -> str:
 def count_rows(batch: Any, none: int = 1) -> int:
     """The batch size: the first dim of the first tensor that has dims, or the sequences of a PackedSequence before it;
     `none` if there is neither."""
+    first = batch[0] if isinstance(batch, (list, tuple)) and batch else batch
+    if isinstance(first, torch.Tensor) and first.dim():
+        return first.shape[0]  # the usual batch, in each step: without a walk
     for found in leaves_of(batch, (PackedSequence, torch.Tensor)):
         if isinstance(found, PackedSequence):
             return int(found.batch_sizes[0])

@@ -93,10 +93,6 @@ def make_batches(steps: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [(x, (x @ teacher).argmax(1)) for x in xs]
 
 
-def apex_config(opt_level: str, **keys: Any) -> dict[str, Any]:
-    return {"mode": "apex", "opt_level": opt_level} | {k: v for k, v in keys.items() if v is not None}
-
-
 def make_pair(
     model: nn.Module,
     optimizer: Callable[[nn.Module], optim.Optimizer],
@@ -107,7 +103,8 @@ def make_pair(
     """An engine and the reference, from the same weights. `keys` are those of `fp16`, `config` has other ones."""
     patched = type(model).patched if opt_level == "O1" and hasattr(model, "patched") else None
     reference = Apex(copy.deepcopy(model), optimizer, opt_level, patched=patched, **keys)
-    config = {"fp16": apex_config(opt_level, **keys)} | dict(config or {})
+    fp16 = {"mode": "apex", "opt_level": opt_level} | {k: v for k, v in keys.items() if v is not None}
+    config = {"fp16": fp16} | dict(config or {})
     engine = halfmesh.initialize(model, optimizer(model), F.cross_entropy, None, config, device="cpu")
     return engine, reference
 

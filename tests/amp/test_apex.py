@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from halfmesh.errors import InputError
 from tests.amp.apex_runs import BatchNormMLP, make_batches
 from tests.support.models import make_data, make_engine, sgd
 from tests.support.ranks import here, run_ranks
@@ -83,18 +82,6 @@ def test_naive_is_o2_without_fp32_batchnorm_and_torch_is_close_to_o1():
     torch_amp, o1 = one_step({"mode": "torch", "init_scale": 128.0}), one_step(apex("O1", loss_scale=128.0)["fp16"])
     assert torch_amp[0].dtype == o1[0].dtype == HALF
     torch.testing.assert_close(torch_amp, o1, rtol=1e-3, atol=1e-3)
-
-
-def test_losses_and_states_of_other_numbers_of_losses_are_rejected():
-    engine, other = make_engine(apex("O2", num_losses=2)), make_engine(apex("O2"))
-    x, y = make_data(8)
-    for wrong in (2, -1, True):
-        with pytest.raises(InputError, match=r"loss_id=.* is not allowed; allowed: 0 to 1"):
-            engine.backward(engine.criterion(engine(x), y), loss_id=wrong)
-    with pytest.raises(InputError, match=r"saved with 2 loss scales, but this run trains with 1;"):
-        other.load_state_dict(engine.state_dict())
-    with pytest.raises(InputError, match=r"saved with 1 loss scale, but this run trains with 2;"):
-        engine.load_state_dict(other.state_dict())
 
 
 def test_a_sum_that_overflows_is_every_losses_fault():

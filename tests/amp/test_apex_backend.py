@@ -150,22 +150,17 @@ def test_training(amp, level, optimizer, scale):
 
 
 def test_o1_casts_in_its_scopes_only(amp):
-    cross_entropy = F.cross_entropy
     engine = make_engine("O1")
     x, y = BATCHES[0]
-    output = engine(x)
-    assert (cross_entropy(output, y).dtype, engine.criterion(output, y).dtype) == (torch.float16, torch.float32)
+    assert engine.criterion(engine(x), y).dtype == torch.float32
     weight = engine.model.last.weight
     with engine.autocast():
         assert F.linear(weight, weight).dtype == torch.float16
         with engine.autocast(enabled=False):
             assert F.linear(weight, weight).dtype == torch.float32
-            assert engine(x).dtype == torch.float16
-            assert F.linear(weight, weight).dtype == torch.float32
         with pytest.raises(RuntimeError):
             engine(x[:, :-1])
         assert F.linear(weight, weight).dtype == torch.float16
-    assert F.linear(weight, weight).dtype == torch.float32
     assert (F.cross_entropy, F.linear, vars(nn.modules.rnn)["_VF"]) == FUNCTIONS
 
 

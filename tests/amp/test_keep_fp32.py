@@ -127,15 +127,6 @@ def test_the_first_call_tells_of_arguments_that_change(caplog, precision, name, 
     engine.close()
 
 
-@pytest.mark.parametrize("value", [1e5, -1e9, torch.finfo(FULL).min, -math.inf])
-def test_a_large_input_that_becomes_inf_is_told_and_a_mask_is_not(caplog, value):
-    engine = start(Denoiser(), naive("fp16"))
-    engine(torch.full((3, 8), value), torch.zeros(3))
-    assert ("argument 'x' changes from 100000 to inf" in caplog.text) == (value > 0)
-    assert ("changes from" in caplog.text) == (value > 0)
-    engine.close()
-
-
 def test_an_error_of_mixed_dtypes_names_the_layer_and_the_way_out():
     class Mixed(nn.Module):
         def __init__(self):
@@ -161,38 +152,30 @@ def test_an_error_of_mixed_dtypes_names_the_layer_and_the_way_out():
 
 
 class Odd(nn.Module):
-    """A buffer under two names, a complex one, one that is not saved, a tied weight, BatchNorm used twice."""
+    """A buffer under two names, a complex one, a tied weight."""
 
     def __init__(self):
         super().__init__()
         self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
         self.second.weight = self.first.weight
-        mask = torch.full((4,), 1 / 3)
-        self.first.register_buffer("mask", mask)
-        self.second.register_buffer("mask", mask)
+        for layer in (self.first, self.second):
+            layer.register_buffer("mask", self.first.mask if layer is self.second else torch.full((4,), 1 / 3))
         self.register_buffer("rotation", torch.polar(torch.ones(2), torch.tensor([0.5, 1.0])))
-        self.register_buffer("scratch", torch.ones(2), persistent=False)
-        self.norm = nn.BatchNorm1d(4)
-        self.same_norm = self.norm
 
     def forward(self, x):
-        x = self.same_norm(self.norm(self.first(x) * self.first.mask))
+        x = self.first(x) * self.first.mask
         return self.second(x) * self.second.mask * self.rotation.imag.sum().to(x.dtype)
 
 
-@pytest.mark.parametrize("config", [{"mode": "naive"}, *({"mode": "apex", "opt_level": f"O{i}"} for i in (1, 2))])
-def test_ties_and_complex_buffers_survive_training(config):
+def test_ties_and_complex_buffers_survive_training():
     model = Odd()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        engine = start(model, {"fp16": config})
-    casts = config["mode"] == "naive" or config["opt_level"] in ("O2", "O3")
+        engine = start(model, naive("fp16"))
     assert model.first.mask is model.second.mask
     assert model.first.weight is model.second.weight
-    assert {model.first.mask.dtype, model.scratch.dtype, model.first.weight.dtype} == {HALF if casts else FULL}
-    assert model.norm.weight.dtype == (HALF if casts and config.get("opt_level") != "O2" else FULL)
-    assert model.norm.num_batches_tracked.dtype == torch.int64
+    assert model.first.mask.dtype == model.first.weight.dtype == HALF
     engine.backward(engine(torch.randn(8, 4)).square().mean())
     engine.step()
     dtypes = {name: value.dtype for name, value in before.items()}

@@ -231,22 +231,3 @@ def test_edits_of_a_weight_in_the_scope_are_seen(edit):
             with torch.no_grad():
                 EDITS[edit](linear)
         assert torch.equal(linear(x).mT, linear.weight.half())
-
-
-@pytest.mark.parametrize("options", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
-def test_optimizer_steps_in_the_scope(options):
-    model, alone = [nn.Linear(2, 2, bias=False) for _ in range(2)]
-    alone.load_state_dict(model.state_dict())
-    optimizer, other = (torch.optim.AdamW(each.parameters(), lr=0.25, **options) for each in (model, alone))
-    with scope():
-        for _ in range(3):
-            y = model(torch.eye(2))
-            assert torch.equal(y.mT, model.weight.half())
-            y.sum().backward()
-            alone.weight.grad = model.weight.grad.clone()
-            optimizer.step()
-            with OFF():
-                optimizer.zero_grad()
-    for _ in range(3):  # the gradient is the same in each step
-        other.step()
-    assert torch.equal(model.weight, alone.weight)

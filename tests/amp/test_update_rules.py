@@ -94,21 +94,6 @@ def test_clip_for_one_update():
             update.clip_grad_norm_(wrong)
 
 
-def test_a_clip_is_forgotten_with_its_gradients():
-    """By a backward after it, and by zero_grad."""
-    params = make_params()
-    update = make_update(params, OPTIMIZERS["sgd"], SCALED)
-    update.backward(sum((p * g).sum() for p, g in zip(params, gradients(0), strict=True)))
-    update.clip_grad_norm_(0.5)
-    update.backward(params[0].sum() * math.inf)
-    assert update.step().skipped
-    give(params, gradients(0))
-    update.clip_grad_norm_(0.01)
-    update.zero_grad()
-    take(update, params, 0)
-    assert_close(params, by_hand(OPTIMIZERS["sgd"], 1)[0])
-
-
 @pytest.mark.promise("keys of NAIVE and TORCH")
 def test_zeros_are_reported():
     params = make_params()
