@@ -105,18 +105,6 @@ def test_a_product_rounds_once(dtype, factor):
     assert all(map(torch.equal, tensors, expected))
 
 
-def test_operations_on_lists_of_several_dtypes():
-    kinds = (torch.float16, torch.float32, torch.bfloat16, torch.float16)
-    targets = [torch.zeros(2, dtype=dtype) for dtype in kinds]
-    _torch.foreach_copy_(targets, [torch.full((2,), value) for value in (1.0, 2.0, 3.0, 4.0)])
-    _torch.foreach_mul_(targets, torch.tensor(3.0))
-    assert [(t.dtype, t.tolist()) for t in targets] == [
-        (dtype, [value, value]) for dtype, value in zip(kinds, (3.0, 6.0, 9.0, 12.0), strict=True)
-    ]
-    _torch.foreach_copy_([], [])
-    _torch.foreach_mul_([], torch.tensor(3.0))
-
-
 def test_edit_stamps_see_every_kind_of_edit():
     param = nn.Parameter(torch.ones(3))
     stamps = [_torch.edit_stamp(param)]
@@ -129,17 +117,6 @@ def test_edit_stamps_see_every_kind_of_edit():
     param.sum().backward()
     param.grad = None
     assert _torch.edit_stamp(param) == stamps[-1]
-
-
-def test_versions_count_in_place_writes():
-    with torch.inference_mode():
-        uncounted = torch.ones(2)
-    assert _torch.edit_stamp(uncounted) == (0, uncounted.data_ptr())
-    assert _torch.versions([uncounted, None]) == [0, 0]
-    for tensor in (torch.ones(2), torch.ones(2).to_sparse()):
-        before = _torch.versions([tensor])
-        tensor.mul_(2)
-        assert _torch.versions([tensor]) > before
 
 
 class Seen(torch.Tensor):

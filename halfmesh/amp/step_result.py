@@ -118,7 +118,6 @@ class SkipCounter:
         self._counts = torch.zeros(2, dtype=torch.float64, device=device)
         self._in_a_row, self._skipped = self._counts.unbind()
         self._known = 0  # in a row, when the host read the count
-        self._at_most = 0  # in a row now, as far as the host knows
         self._measured = 0
         self._loss: torch.Tensor | None = None  # of this update
         self._losses: list[torch.Tensor | None] = []  # of the updates since one was measured
@@ -198,7 +197,6 @@ class SkipCounter:
             (self._counts if self._skips else self._in_a_row).add_(stats.found_inf)
             self._in_a_row.mul_(stats.found_inf)
         sampled, self._losses = bool(self._losses), []
-        self._at_most += 1
         self._measured += 1
         if self._late and is_captured(stats.found_inf.device):
             return
@@ -206,7 +204,7 @@ class SkipCounter:
             raise NonFiniteError("gradients hold inf or nan" + self._explain(grads, scale()))
         self._read_previous()
         is_time = self._is_time(self._measured) and _can_be_read(stats.norm)
-        if sampled or self._known or is_time or self._at_most >= self._near:
+        if sampled or self._known or is_time or self._measured % self._near == 0:
             self._count = HostCopy([self._in_a_row.clone()])
             if not self._late:
                 self._read_previous()
@@ -223,7 +221,6 @@ class SkipCounter:
     def _read_previous(self) -> None:
         if self._count is not None and not is_captured(self._counts.device):
             self._known, self._count = round(self._count.read()[0]), None
-            self._at_most = self._known + self._late
             self._warn(self._known)
 
     def _warn(self, in_a_row: int, *more_ranks: int) -> None:
@@ -239,7 +236,7 @@ class SkipCounter:
         """Restore `state_dict`."""
         self._in_a_row.fill_(state["in_a_row"])
         self._skipped.fill_(state["skipped"])
-        self._at_most = self._known = state["in_a_row"]
+        self._known = state["in_a_row"]
         self._count = self._loss = self._newest_losses = None
         self._losses = []
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import halfmesh
-from tests.support.checkpoint_runs import LAYOUTS, Net, make_engine
+from tests.support.checkpoint_runs import make_engine
 from tests.support.models import make_data
 from tests.support.ranks import run_ranks
 
@@ -59,36 +59,13 @@ def test_what_is_small_is_what_can_be_computed_by_hand(mode, of_weights):
     assert "the loss scale could be 16384 times larger" in finding
 
 
-@pytest.mark.parametrize("mode", ["torch", "naive"])
-def test_a_larger_scale_loses_less(mode):
-    report = report_of(layer(), static(mode, 2.0**13))
-    (row,) = report.layers
-    assert (report.loss_scale, report.room) == (2.0**13, 2.0)
-    assert (row.zero_gradients, row.subnormal_gradients, row.largest_gradient) == (1 / 8, 0, 1.0)
-    assert row.gradient_share == pytest.approx(2**13 / 65504)
-    assert report.findings == ()
-
-
-def test_a_scale_that_is_too_large():
-    report = report_of(layer(), {"fp16": {"mode": "torch", "init_scale": 2.0**17}}, steps=5)
-    assert (report.skipped, report.updates, report.loss_scale, report.is_dynamic) == (3, 5, 2.0**14, True)
-    report = report_of(layer(), static("naive", 2.0**17))
-    assert report.findings[0].startswith("inf or nan in outputs or gradients of 0")
-
-
 def test_the_table_and_the_dict():
-    model = nn.Sequential()
-    model.add_module("a_name_that_is_longer_than_what_fits_into_the_table", layer())
-    report = report_of(model, static("naive", 1.0))
-    lines = str(report).splitlines()
-    assert max(map(len, lines)) <= 120
-    row = next(line for line in lines if line.startswith("...")).split()
-    assert row[0] == "..." + report.layers[0].name[-27:]
-    assert row[1:5] == ["fp16+masters", "fp16", f"{report.layers[0].largest_output:.2e}", "<0.01%"]
+    report = report_of(layer(), static("naive", 1.0))
+    row = str(report).splitlines()[2].split()
+    assert row[:5] == ["0", "fp16+masters", "fp16", f"{report.layers[0].largest_output:.2e}", "<0.01%"]
     assert row[-3:] == ["38%", "12%", "12%"]
     plain = json.loads(json.dumps(report.to_dict()))
     assert plain["layers"][0]["zero_gradients"] == 0.375
-    assert plain["layers"][0]["name"] == "a_name_that_is_longer_than_what_fits_into_the_table.0"
     assert plain["findings"] == list(report.findings)
 
 
@@ -103,11 +80,10 @@ def reports_of(rank, world_size, layouts):
     found = []
     for layout in layouts:
         engine = make_engine(layout, "naive", batch=16, samples=16)
-        for x, y in engine.dataloader:
-            with engine.precision_report() as report:
-                engine.zero_grad()
-                engine.backward(engine.criterion(engine(x), y))
-                engine.step()
+        x, y = next(iter(engine.dataloader))
+        with engine.precision_report() as report:
+            engine.backward(engine.criterion(engine(x), y))
+            engine.step()
         found.append(report)
         engine.close()
     return found
@@ -116,15 +92,11 @@ def reports_of(rank, world_size, layouts):
 @pytest.mark.distributed
 @pytest.mark.sends
 def test_all_ranks_have_the_same_report():
-    layouts = [layout for layout, (size, _) in LAYOUTS.items() if size == 2]
-    found, other = run_ranks(reports_of, 2, layouts, timeout=120)
+    found, other = run_ranks(reports_of, 2, ["dp2", "tp2", "pp2", "fsdp"], timeout=120)
     assert other == found
     (alone,) = reports_of(0, 1, ["one"])
-    names = [name for name, module in Net().named_modules() if any(True for _ in module.parameters(recurse=False))]
     for report in found:
-        assert [row.name for row in report.layers] == names
         for mine, theirs in zip(report.layers, alone.layers, strict=True):
-            assert (mine.param_dtype, mine.masters) == (theirs.param_dtype, theirs.masters)
-            assert (mine.output_dtype, mine.gradient_dtype) == ("float16", theirs.gradient_dtype)
+            assert (mine.name, mine.param_dtype, mine.masters) == (theirs.name, theirs.param_dtype, theirs.masters)
             if mine.name != "norm":  # statistics of half a batch are others
                 assert mine.largest_output == pytest.approx(theirs.largest_output, rel=0.3)

@@ -9,15 +9,11 @@ import torch
 from torch import nn
 
 from halfmesh.errors import SyncError
-from tests.support.checkpoint_runs import LAYOUTS, PIPE, TENSOR, make_engine
-from tests.support.ranks import rank_device, run_ranks
+from tests.support.checkpoint_runs import LAYOUTS, PIPE, make_engine
+from tests.support.ranks import run_ranks
 
 pytestmark = [pytest.mark.distributed, pytest.mark.sends]
-MORE = {
-    "pp2_dp2": (4, {"pipeline": PIPE}),
-    "tp2_dp2": (4, {"tensor": TENSOR}),
-    "hybrid": (4, {"data": {"strategy": "fsdp", "hybrid": 2}}),
-}
+MORE = {"pp2_dp2": (4, {"pipeline": PIPE}), "hybrid": (4, {"data": {"strategy": "fsdp", "hybrid": 2}})}
 
 
 class Overflows(nn.Module):
@@ -65,14 +61,10 @@ def clean(rank, world_size, cells):
     return found
 
 
-TWO = [("dp2", "naive"), ("tp2", "torch"), ("pp2", "none"), ("zero1", "naive"), ("fsdp", "bf16")]
-FOUR = [("pp2_dp2", "bf16"), ("tp2_dp2", "torch"), ("hybrid", "bf16")]
-
-
-@pytest.mark.parametrize(("ranks", "cells"), [(2, TWO), pytest.param(4, FOUR, marks=pytest.mark.slow)])
-def test_training_that_is_alike_on_all_ranks_is_left_alone(ranks, cells):
+def test_training_that_is_alike_on_all_ranks_is_left_alone():
+    cells = [("dp2", "naive"), ("tp2", "torch"), ("pp2", "none"), ("zero1", "naive"), ("fsdp", "bf16")]
     expected = [(4 if mode == "torch" else 8, True) for _, mode in cells]
-    assert run_ranks(clean, ranks, cells, timeout=200) == [expected] * ranks
+    assert run_ranks(clean, 2, cells, timeout=200) == [expected] * 2
 
 
 # -- harm, on one rank, before the third batch -----------------------------------------------------------------------
@@ -98,11 +90,6 @@ def state(engine):
     add(engine.optimizer.state[param]["exp_avg_sq"].view(-1), 3, 1.0)
 
 
-def draw(engine):
-    """After the last dropout, so that nothing else comes of it in this step."""
-    engine.model.head.register_forward_hook(lambda *_: (torch.rand(1, device=rank_device()), None)[1])
-
-
 def master(engine):
     add(engine.optimizer.param_groups[0]["params"][0], (0, 3), 1e-7)  # less than the model can show
 
@@ -123,12 +110,9 @@ HARM = [  # layout, options, what is done on which rank, what the message begins
     ("dp2", {}, setting("lr", 0.02), 1, "lr of parameter group 0", "rank 1: 0.02 instead of 0.01"),
     ("dp2", {"lr": 0.0}, state, 1, "the optimizer's exp_avg_sq of first.weight", "at [0, 3]: "),
     ("dp2", {"mode": "naive"}, master, 1, "the fp32 master of first.weight", "in 1 of 128 elements, first at [0, 3]"),
-    ("zero1", {}, weight("frozen", (1, 2), 1.0), 1, "the weight frozen.weight", "differs in 1 of 256 elements"),
     ("tp2", {}, buffer, 1, "the buffer steps", "rank 1 (tp 1): differs in 1 of 3 elements"),
-    ("tp2", {"dropout": 0.2}, draw, 1, "the model's random numbers (torch)", "rank 1 (tp 1): differs in"),
     ("pp2_dp2", {"mode": "naive"}, HEAD, 3, "the weight head.weight", "rank 3 (pp 1, dp 1): differs in 1 of "),
     ("hybrid", {}, weight("first", (0, 3), 1e-3), 3, "the weight first.weight", "rank 3: differs in "),
-    ("pp2_dp2", {}, setting("lr", 0.02), 2, "lr of parameter group 0", "rank 2 (pp 1, dp 0): 0.02 instead of 0.01"),
 ]
 
 
@@ -162,9 +146,6 @@ def test_the_first_thing_that_differs_is_named_on_all_ranks(ranks):
         assert len(set(told)) == 1, (number, told)
         if named is None:
             assert told[0] is None, (number, told)
-            continue
-        assert told[0] is not None, number
-        title = told[0].partition("\n")[0]
-        assert "after step 2" in title, (number, title)
-        assert named in title, (number, title)
-        assert said in told[0], (number, told[0])
+        else:
+            title = told[0].partition("\n")[0]
+            assert ("after step 2" in title, named in title, said in told[0]) == (True,) * 3, (number, told[0])

@@ -25,22 +25,12 @@ LAYOUTS = {
 }
 
 
-class MeanOfWords(nn.Sequential):
-    """With sparse gradients, which have no norm."""
-
-    def forward(self, words):
-        return self[1](self[0](words).mean(1))
-
-
-def run_into_nan(config, first=5, is_bad=lambda context: True, words=False):
+def run_into_nan(config, first=5, is_bad=lambda context: True):
     """The loss of one batch of update `first` is nan, on the ranks of which `is_bad`. Returns the update that raised,
     its error, and by update what was warned of."""
     factor, told, update = [1.0], [], 0
     x, y = make_data(4)
-    if words:
-        x, model = torch.arange(12).view(4, 3) % 4, MeanOfWords(nn.Embedding(4, 8, sparse=True), nn.Linear(8, 4))
-    else:
-        model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
 
     def criterion(output, y):
         return nn.functional.cross_entropy(output.float(), y) * factor[0]
@@ -73,35 +63,14 @@ def test_the_first_nan_is_told_soon_and_counted(name):
     assert update == 54
     assert str(error).startswith("50 updates in a row had inf or nan in their gradients (max_consecutive_skips=50)")
     assert error.diagnosis.began == 5
-    assert (
-        "has been inf or nan since update 5, not skipped"
-        in str(error)
-    )
+    assert "has been inf or nan since update 5, not skipped" in str(error)
     assert "bf16" not in str(error).replace("bfloat16", "")
 
 
-def test_nan_from_the_first_update_on_and_beside_sparse_gradients():
+def test_nan_from_the_first_update_on():
     update, error, told = run_into_nan({}, first=1)
     assert (update, [at for at, _ in told], error.diagnosis.began) == (50, [1], 1)
     assert "resume from an older checkpoint" in error.diagnosis.advice
-    update, error, told = run_into_nan({}, words=True)
-    assert (update, [at for at, _ in told], error.diagnosis.began) == (54, [8], 5)
-
-
-def test_fp16_without_a_scale_is_advised_to_use_bf16():
-    _, error, _ = run_into_nan({"fp16": {"mode": "apex", "opt_level": "O3"}})
-    assert "or use bf16. on_nonfinite='raise'" in str(error)
-
-
-def test_losses_that_are_dropped_do_not_count(caplog):
-    engine = make_engine()
-    x, y = make_data(4)
-    for _ in range(12):
-        engine.backward(engine.criterion(engine(x), y) * float("nan"))
-        engine.zero_grad()
-        engine.backward(engine.criterion(engine(x), y))
-        engine.step()
-    assert "on_nonfinite='auto'" not in caplog.text
 
 
 def nan_on_ranks(rank, world_size):
@@ -123,8 +92,5 @@ def nan_on_ranks(rank, world_size):
 def test_nan_on_one_rank_ends_all_together():
     for rank, found in enumerate(run_ranks(nan_on_ranks, 2)):
         for name, (ended, told) in found.items():
-            assert ended == (54, 5), name
-            if rank == 1:
-                assert told == [(8, "4")], name
-            else:
-                assert told == ([(50, "46")] if name == "pipeline" else [(8, "3")]), name
+            late = name == "pipeline" and rank == 0
+            assert (ended, told) == ((54, 5), [(50, "46")] if late else [(8, "34"[rank])]), name

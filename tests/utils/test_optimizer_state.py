@@ -11,7 +11,6 @@ from torch import optim
 from halfmesh.errors import InputError
 from halfmesh.utils.optimizer_state import change_state
 from tests.support.checkpoint_runs import differing, make_engine, make_small, train, weights
-from tests.support.ranks import run_ranks
 
 
 class Container(optim.Optimizer):
@@ -25,21 +24,6 @@ class Container(optim.Optimizer):
     def step(self, closure=None):
         for inner in self._inner:
             inner.step()
-
-
-class Sharpness(optim.Optimizer):
-    """As SAM: the groups and state of its own, and an optimizer that is made from its class."""
-
-    def __init__(self, params, base):
-        super().__init__(params, {"rho": 0.05})
-        self.base_optimizer = base(self.param_groups)
-        self.param_groups = self.base_optimizer.param_groups
-
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for param in group["params"]:
-                self.state[param]["e_w"] = torch.zeros_like(param)
-        self.base_optimizer.step()
 
 
 class Whole(Container):
@@ -74,7 +58,6 @@ HIDING = {
     "list": (lambda params: Container(list(both := two(params)), *both), "Container holds another optimizer, SGD"),
     "dict": (lambda params: Container({"b": (both := two(params))[1]}, both[1]), "Container holds .* AdamW"),
     "nested": (nested, "Container holds another optimizer, SGD"),
-    "sam": (lambda params: Sharpness(params, lambda groups: optim.AdamW(groups)), "Sharpness holds .* AdamW"),
 }
 
 
@@ -88,14 +71,6 @@ def test_state_that_would_be_lost_is_rejected_by_name(kind, tmp_path):
         with pytest.raises(InputError, match=f"{words}, whose state would be lost: \\w+.state_dict.. leaves it out"):
             save()
     assert [path.name for path in tmp_path.glob("step*")] == ["step-00000000"]
-
-
-def test_automatic_saves_are_rejected_after_the_first_update(tmp_path):
-    """Not when the run is told to end."""
-    engine = make_small(optimizer=HIDING["list"][0], checkpoint=str(tmp_path))
-    with pytest.raises(InputError, match="Container holds another optimizer, SGD"):
-        train(engine, 3)
-    assert engine.global_step == 1
 
 
 class Sharing(Container):
@@ -125,21 +100,6 @@ def test_state_that_the_state_dict_has_comes_back(optimizer, tmp_path):
     other.load(tmp_path)
     assert train(other, 2) == expected
     assert differing(weights(other), weights(engine)) == []
-
-
-def rejected_save(rank, world_size, folder):
-    train(engine := make_engine("pp2", "none", optimizer=HIDING["sam"][0]), 1)
-    with pytest.raises(InputError) as rejected:
-        engine.save(folder)
-    engine.close()
-    return str(rejected.value)
-
-
-@pytest.mark.distributed
-@pytest.mark.sends
-def test_all_ranks_reject_it(tmp_path):
-    said = run_ranks(rejected_save, 2, str(tmp_path))
-    assert all("Sharpness holds another optimizer, AdamW" in words for words in said)
 
 
 def test_the_step_counter_of_a_scalar_parameter_is_no_value_of_it():

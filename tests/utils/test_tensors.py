@@ -8,7 +8,7 @@ from collections import OrderedDict, UserDict, defaultdict, namedtuple
 import torch
 from torch import nn
 
-from halfmesh.utils.tensors import in_memory_order, is_dense, map_tensors, replace_data, tensors_of
+from halfmesh.utils.tensors import in_memory_order, is_dense, map_tensors, replace_data
 
 Pair = namedtuple("Pair", "a b")
 
@@ -68,11 +68,6 @@ def test_what_does_not_change_is_returned_itself():
     assert map_tensors(lambda t: t, tree) is tree
 
 
-def test_tensors_in_order():
-    a, b, c = torch.tensor(1), torch.tensor(2), torch.tensor(3)
-    assert tensors_of({"x": [a, "no", Pair(b, 4)], "y": Record(c)}) == [a, b, c]
-
-
 def test_dense_memory_and_its_order():
     x = torch.arange(24.0).view(1, 2, 3, 4)
     for dense in (x, x.to(memory_format=torch.channels_last), x.permute(3, 1, 0, 2), x[:, :1], x[0, 0, 0, :0]):
@@ -81,8 +76,6 @@ def test_dense_memory_and_its_order():
     for sparse in (x[..., ::2], x[..., :2], x.expand(2, 2, 3, 4)):
         assert not is_dense(sparse)
         assert torch.equal(in_memory_order(sparse), sparse.reshape(-1))
-    last = x.to(memory_format=torch.channels_last)
-    assert torch.equal(in_memory_order(last), last.permute(0, 2, 3, 1).reshape(-1))
 
 
 def test_data_to_and_from_the_meta_device():
