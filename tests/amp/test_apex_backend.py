@@ -20,8 +20,15 @@ from halfmesh.amp.apex_amp import ApexOptions
 from halfmesh.amp.apex_backend import ApexPrecision
 from halfmesh.amp.recipe import FP32
 from halfmesh.errors import IncompatibleConfigError
-from tests.amp.apex_reference import LEVELS, cast_floats, cast_model
-from tests.amp.apex_runs import BatchNormMLP, make_batches, make_optimizer, train
+from tests.amp.apex_runs import (
+    PROPERTIES,
+    BatchNormMLP,
+    cast_floats,
+    cast_model,
+    make_batches,
+    make_optimizer,
+    train,
+)
 
 CUDA = torch.device("cuda")
 BATCHES = make_batches(12)
@@ -59,10 +66,10 @@ class StandIn(ModuleType):
     def initialize(self, model, opt_level, verbosity, **keys):
         self.calls.append((opt_level, verbosity, keys))
         dtype, keep = keys["cast_model_type"], keys["keep_batchnorm_fp32"]
-        dtype = LEVELS[opt_level]["cast"] if dtype is None else dtype
+        dtype = PROPERTIES[opt_level]["cast"] if dtype is None else dtype
         if dtype:
             assert all(p.dtype == torch.float32 for p in model.parameters())
-            cast_model(model, dtype, LEVELS[opt_level]["keep_batchnorm_fp32"] if keep is None else keep)
+            cast_model(model, dtype, PROPERTIES[opt_level]["keep_batchnorm_fp32"] if keep is None else keep)
             model.forward = lambda *args: pytest.fail("apex's forward was called")
             for module in model.modules():
                 module._register_state_dict_hook(lambda *_: pytest.fail("apex's hook was left in the model"))
@@ -169,7 +176,7 @@ REAL = torch.cuda.is_available() and problem_on(CUDA) is None
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not REAL, reason="needs NVIDIA apex with apex.amp (tag 25.05 or earlier) and a CUDA device")
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", PROPERTIES)
 def test_the_real_apex(level):
     batches = [(x.cuda(), y.cuda()) for x, y in BATCHES]
 

@@ -1,7 +1,5 @@
 """Several losses, models and groups under O0 to O3: each loss its own scale, one verdict for the step."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import Any
@@ -12,11 +10,11 @@ from torch import nn, optim
 from torch.nn import functional as F
 
 import halfmesh
-from tests.amp.apex_reference import Apex
 from tests.amp.apex_runs import (
     CLASSES,
     FEATURES,
     LEVELS,
+    Apex,
     assert_same,
     linear,
     make_batches,

@@ -1,7 +1,5 @@
 """fp8: the products of linear layers as torchao computes them, and nothing else changed."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -39,37 +37,23 @@ class Net(nn.Module):
 
 
 def batches():
-    generator = torch.Generator().manual_seed(1)
-    return [
-        (torch.randn(16, 32, generator=generator), torch.randint(0, 16, (16,), generator=generator)) for _ in range(4)
-    ]
+    torch.manual_seed(1)
+    return [(torch.randn(16, 32), torch.randint(0, 16, (16,))) for _ in range(4)]
 
 
 def adamw(params, **options):
     return torch.optim.AdamW(params, lr=1e-2, **options)
 
 
-def make_engine(config, model=None, **keys):
-    return halfmesh.initialize(
-        model or Net(), adamw, nn.CrossEntropyLoss(), config=config, device=rank_device(), **keys
-    )
+def make_engine(config, model=None):
+    return halfmesh.initialize(model or Net(), adamw, nn.CrossEntropyLoss(), config=config, device=rank_device())
 
 
 def train(engine, count=4):
-    rank, size = engine.context.dp_rank, engine.context.dp_size
-    losses = []
-    for x, y in here((batches() * count)[:count]):
+    for x, y in here(batches()[:count]):
         engine.zero_grad()
-        loss = engine.criterion(engine(x[rank::size]), y[rank::size])
-        engine.backward(loss)
+        engine.backward(engine.criterion(engine(x), y))
         engine.step()
-        losses.append(loss.item())
-    return losses
-
-
-def assert_same(model, other):
-    for name, value in model.state_dict().items():
-        assert torch.equal(value.float(), other.state_dict()[name].float()), name
 
 
 def fp8(**options):
@@ -99,7 +83,7 @@ def test_equal_to_torchao_by_hand(recipe):
             loss = criterion(model(x), y)
         loss.backward()
         optimizer.step()
-    assert_same(engine.model, model)
+    torch.testing.assert_close(engine.model.state_dict(), model.state_dict(), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +117,6 @@ def test_closing_gives_the_layers_back():
         ({"fp8": {"mode": "naive"}}, "mode 'naive' has no fp8; it has fp16, bf16"),
         (fp8(init_scale=2.0), "fp8.init_scale: fp8 computes gradients in bf16"),
         ({"fp16": {"mode": "torch", "recipe": "rowwise"}}, "fp16.recipe: it sets how float8 works"),
-        (fp8() | BF16, "bf16, fp8: a run has one precision; keep one"),
     ],
 )
 def test_mistakes_in_the_config(config, words):
@@ -154,10 +137,7 @@ def test_mistakes_with_the_model(monkeypatch):
         make_engine(fp8())
 
 
-WEIGHTS = {"fp32": torch.randn(48, 32), "bf16": torch.randn(48, 32).bfloat16(), "zeros": torch.zeros(48, 32)}
-
-
-@pytest.mark.parametrize("weight", WEIGHTS.values(), ids=WEIGHTS)
+@pytest.mark.parametrize("weight", [torch.randn(48, 32), torch.randn(48, 32).bfloat16(), torch.zeros(48, 32)])
 def test_a_weight_cast_in_parts_is_torchaos_of_the_whole(weight):
     from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
 

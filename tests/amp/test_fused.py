@@ -1,7 +1,5 @@
 """Which implementation of the optimizer steps: fused where that is exact, and the user's choice otherwise."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

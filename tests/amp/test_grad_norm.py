@@ -1,7 +1,5 @@
 """Norm, verdict and zeros of gradients, however they are laid out."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The loss scaler against a plain model of its rule."""
 
-from __future__ import annotations
-
 import itertools
 import random
 

@@ -1,7 +1,5 @@
 """What the user's optimizer holds: groups, masters, state, and what others do to them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn, optim

@@ -1,7 +1,5 @@
 """O1's scope: what it sees, how it nests, that it leaves nothing behind, backward in it, and what a model adds."""
 
-from __future__ import annotations
-
 import functools
 import types
 import weakref

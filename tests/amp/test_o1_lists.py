@@ -1,7 +1,5 @@
 """What each listed function does under O1 to dtypes of outputs and gradients."""
 
-from __future__ import annotations
-
 import math
 import operator
 import re

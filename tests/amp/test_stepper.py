@@ -1,7 +1,5 @@
 """What is the user's own around an optimizer of torch: its `step`, hooks, schedulers, and its state."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

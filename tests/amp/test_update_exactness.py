@@ -1,7 +1,5 @@
 """An update is exactly what unscale, clip and step by hand would give; a skipped one leaves no trace."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import math

@@ -1,7 +1,5 @@
 """Clipping, skipping, raising, watching, logging: what an update does besides stepping."""
 
-from __future__ import annotations
-
 import copy
 import math
 
