@@ -5,12 +5,10 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
 
 import halfmesh
@@ -117,36 +115,6 @@ def test_edit_stamps_see_every_kind_of_edit():
     param.sum().backward()
     param.grad = None
     assert _torch.edit_stamp(param) == stamps[-1]
-
-
-class Seen(torch.Tensor):
-    seen: ClassVar[list[str]] = []
-
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        cls.seen.append(func.__name__)
-        return super().__torch_function__(func, types, args, kwargs)
-
-
-def test_functions_that_nobody_is_to_see():
-    tensor, captured = torch.ones(2).as_subclass(Seen), torch.ones(2)
-    with _torch.without_subclasses():
-        assert tensor.add(1)[0] == 2
-    _torch.write_stamps([tensor])
-    assert not Seen.seen
-    tensor.add(1)
-    assert "add" in Seen.seen
-
-    class Rejects(TorchFunctionMode):
-        def __torch_function__(self, func, types, args=(), kwargs=None):
-            raise AssertionError("seen")
-
-    def writes(x):
-        with Rejects(), _torch.without_observers():
-            captured.copy_(torch.zeros(2))
-        return (x * captured).sum()
-
-    assert torch.func.grad(writes)(torch.ones(2)).tolist() == [0, 0]
 
 
 def test_hooks_are_seen():

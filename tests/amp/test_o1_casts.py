@@ -42,12 +42,7 @@ UNLISTED = {
     "mean": (torch.mean, FOLLOW),
     "method softmax": (lambda x: x.softmax(-1), FOLLOW),
     "batch_norm": (lambda x: F.batch_norm(x, torch.ones(4), torch.ones(4)), FOLLOW),
-    "max_pool2d with indices": (lambda x: F.max_pool2d(x[None], 2, return_indices=True)[0], FOLLOW),
-    "embedding": (lambda x: F.embedding(torch.tensor([0, 1]), x), FOLLOW),
-    "huber_loss": (lambda x: F.huber_loss(x, x + 1), FOLLOW),
-    "split": (lambda x: x.split(2)[0], FOLLOW),
     "gumbel_softmax": (lambda x: F.gumbel_softmax(x, hard=True), FULL),
-    "lp_pool2d": (lambda x: F.lp_pool2d(x[None], 2.0, 2), FULL),
     "gaussian_nll": (lambda x: F.gaussian_nll_loss(x, x, x.abs()), FULL),
     "method norm": (lambda x: x.norm(dim=1), FULL),
     "rmatmul": (lambda x: torch.Tensor.__rmatmul__(x, x), HALF),
@@ -77,25 +72,14 @@ def test_autocast_switches_the_casts_off_and_on():
             assert rules() == "none"
             with ON():
                 assert rules() == "o1"
-            with scope():
-                assert rules() == "o1"
-            assert rules() == "none"
         with torch.autocast("cpu", BF16):
             assert rules() == "bf16"
-            with ON(dtype=HALF):
-                assert rules() == "o1"
         with torch.autocast("cuda", enabled=False), torch.device("cpu"):  # another device's, and a mode of torch's own
             assert rules() == "o1"
-    for outer in (OFF, functools.partial(ON, dtype=BF16), functools.partial(ON, dtype=HALF)):
-        with outer():
-            before = rules()
-            with scope():
-                assert rules() == "o1"
-            assert rules() == before
+        with pytest.raises(ZeroDivisionError), ON(dtype=BF16), scope():
+            _ = 1 / 0
+        assert rules() == "o1"
     assert rules() == "none"
-
-
-# -- backward and autograd functions -----------------------------------------------------------------------------
 
 
 # -- what a model can add --------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from torch import nn, optim
 from halfmesh.amp import stepper
 from halfmesh.amp.convert import convert
 from halfmesh.amp.precision import Precision
-from halfmesh.amp.recipe import LossScale, Recipe
+from halfmesh.amp.recipe import Recipe
 from halfmesh.utils.param_shard import ParamShard
 from tests.support.updates import (
     DYNAMIC,
@@ -32,23 +32,6 @@ NAIVE_FP16 = Recipe(torch.float16, torch.float16, False, True, DYNAMIC)
 NAIVE_BF16 = Recipe(torch.bfloat16, torch.bfloat16, False, True)
 # One of each kind: fused and told of scale and verdict, or not; with and without state of its own.
 KINDS = ["sgd", "sgd_momentum", "sgd_dampening", "adam_foreach", "adamw", "adamw_tensor_lr", "adagrad", "rmsprop"]
-
-
-@pytest.mark.parametrize("master", [False, True], ids=["torch", "naive"])
-def test_every_update_is_exactly_one(master):
-    """Two peers update the scale before they divide by it: their update is halved whenever the scale grows."""
-    param = nn.Parameter(torch.zeros(1))
-    scale = LossScale(initial=8.0, growth_interval=2)
-    recipe = Recipe(torch.float16, torch.float16 if master else None, not master, master, scale)
-    update = make_update([param], lambda p: optim.SGD(p, lr=16.0), recipe)
-    scales = []
-    for step in range(1, 21):
-        scales.append(scale_of(update))
-        update.backward(param.float().sum() * 2.0**-4)
-        update.step()
-        assert (held(update)[0].item(), param.item()) == (-step, -step)
-        update.zero_grad()
-    assert scales == [8.0 * 2 ** (step // 2) for step in range(20)]
 
 
 @pytest.mark.promise(
