@@ -114,7 +114,7 @@ class JoinedState(ChainMap[Any, Any]):
     one optimizer, the state of a parameter before its first step is an empty dict."""
 
     def __init__(self, parts: Sequence[optim.Optimizer]) -> None:
-        super().__init__(*(part.state for part in parts))
+        super().__init__(*(part.state for part in reversed(parts)))  # it iterates over the last one first
         self._parts = parts
 
     def _find(self, key: Any) -> Any:
@@ -133,4 +133,4 @@ class JoinedState(ChainMap[Any, Any]):
     def __delitem__(self, key: Any) -> None:
         del self._find(key)[key]
 
-    pop = MutableMapping.pop  # type: ignore[assignment]  # that of ChainMap takes from the first only
+    pop, clear = MutableMapping.pop, MutableMapping.clear  # type: ignore[assignment]  # ChainMap's: of one mapping only
