@@ -133,4 +133,4 @@ class JoinedState(ChainMap[Any, Any]):
     def __delitem__(self, key: Any) -> None:
         del self._find(key)[key]
 
-    pop, clear = MutableMapping.pop, MutableMapping.clear  # type: ignore[assignment]  # ChainMap's: of one mapping only
+    pop, popitem, clear = MutableMapping.pop, MutableMapping.popitem, MutableMapping.clear  # type: ignore[assignment]
