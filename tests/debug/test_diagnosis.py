@@ -1,7 +1,5 @@
 """What NonFiniteError says of the first inf or nan: the module, weight, batch or loss it began with, and the rank."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

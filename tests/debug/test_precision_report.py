@@ -1,7 +1,5 @@
 """`with engine.precision_report()`: what it measures and advises, the same on all ranks."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

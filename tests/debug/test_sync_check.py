@@ -1,7 +1,5 @@
 """`debug="sync"`: ranks that train alike are left alone, and of others the first thing that differs is named."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """inf and nan in training without a loss scale: told at the next look, counted from the first, on all ranks."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

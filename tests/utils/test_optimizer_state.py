@@ -1,9 +1,5 @@
 """Optimizers inside an optimizer: saved where its state dict has their state, rejected by name where it has not."""
 
-from __future__ import annotations
-
-from collections import defaultdict
-
 import pytest
 import torch
 from torch import optim
@@ -26,44 +22,18 @@ class Container(optim.Optimizer):
             inner.step()
 
 
-class Whole(Container):
-    """Its state dict has the state of those inside, each parameter's where that one's is."""
-
-    def state_dict(self):
-        for inner in self._inner:
-            self.state.update(inner.state)
-        try:
-            return super().state_dict()
-        finally:
-            self.state = defaultdict(dict)
-
-    def load_state_dict(self, state):
-        super().load_state_dict(state)
-        for inner, groups in zip(self._inner, ([self.param_groups[0]], [self.param_groups[1]]), strict=True):
-            inner.param_groups = groups
-            inner.state = defaultdict(dict, {p: self.state[p] for p in groups[0]["params"] if p in self.state})
-        self.state = defaultdict(dict)
-
-
 def two(params):
     return optim.SGD(params[:4], lr=0.1, momentum=0.9), optim.AdamW(params[4:], lr=0.1)
 
 
-def nested(params):
-    inner = Container([two(params)[0]], two(params)[0])
-    return Container({"deep": (inner,)}, inner)
+HIDING = [
+    (lambda params: Container(list(both := two(params)), *both), "Container holds another optimizer, SGD"),
+    (lambda params: Container({"b": [(both := two(params))[1]]}, both[1]), "Container holds .* AdamW"),
+]
 
 
-HIDING = {
-    "list": (lambda params: Container(list(both := two(params)), *both), "Container holds another optimizer, SGD"),
-    "dict": (lambda params: Container({"b": (both := two(params))[1]}, both[1]), "Container holds .* AdamW"),
-    "nested": (nested, "Container holds another optimizer, SGD"),
-}
-
-
-@pytest.mark.parametrize("kind", HIDING)
-def test_state_that_would_be_lost_is_rejected_by_name(kind, tmp_path):
-    build, words = HIDING[kind]
+@pytest.mark.parametrize(("build", "words"), HIDING)
+def test_state_that_would_be_lost_is_rejected_by_name(build, words, tmp_path):
     engine = make_engine("one", "naive", optimizer=lambda params: build(params))
     engine.save(tmp_path)  # nothing is lost yet
     train(engine, 1)
@@ -93,10 +63,9 @@ def test_shared_state_is_rejected_unless_loading_passes_it_on(tmp_path):
         engine.save(tmp_path)
 
 
-@pytest.mark.parametrize("optimizer", [Passing, lambda params: Whole(both := two(params), *both)])
-def test_state_that_the_state_dict_has_comes_back(optimizer, tmp_path):
-    expected = train(engine := make_small(optimizer=optimizer), 4, save_at=2, folder=tmp_path)[2:]
-    other = make_small(optimizer=optimizer, seed=1)
+def test_state_that_the_state_dict_has_comes_back(tmp_path):
+    expected = train(engine := make_small(optimizer=Passing), 4, save_at=2, folder=tmp_path)[2:]
+    other = make_small(optimizer=Passing, seed=1)
     other.load(tmp_path)
     assert train(other, 2) == expected
     assert differing(weights(other), weights(engine)) == []
@@ -108,8 +77,5 @@ def test_the_step_counter_of_a_scalar_parameter_is_no_value_of_it():
     param.grad = torch.tensor(2.0)
     optimizer.step()
     change_state(optimizer, param, torch.zeros_like)
-    assert {name: value.item() for name, value in optimizer.state[param].items()} == {
-        "step": 1.0,
-        "exp_avg": 0.0,
-        "exp_avg_sq": 0.0,
-    }
+    found = {name: value.item() for name, value in optimizer.state[param].items()}
+    assert found == {"step": 1.0, "exp_avg": 0.0, "exp_avg_sq": 0.0}

@@ -1,7 +1,5 @@
 """Registry: the three ways in, and what each message says."""
 
-from __future__ import annotations
-
 import re
 import sys
 

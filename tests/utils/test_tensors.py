@@ -1,7 +1,5 @@
 """Nested structures keep their types, dense memory is told by strides, a tensor gets other memory and stays itself."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
 
@@ -35,31 +33,23 @@ class Output(ModelOutput):
                 self[field.name] = getattr(self, field.name)
 
 
-def double(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor * 2
-
-
 def test_containers_keep_their_type():
     one = torch.ones(1)
     tree = {
         "list": [one, 1],
-        "tuple": (one, "x"),
         "pair": Pair(one, None),
         "ordered": OrderedDict(a=one),
         "default": defaultdict(list, a=one),
         "user": UserDict(a=one),
         "record": Record(one),
         "output": Output(loss=one, logits=one),
-        "set": {1, 2},
     }
-    mapped = map_tensors(double, tree)
+    mapped = map_tensors(lambda tensor: tensor * 2, tree)
     assert {key: type(value) for key, value in mapped.items()} == {key: type(value) for key, value in tree.items()}
-    assert mapped["list"][0].item() == mapped["tuple"][0].item() == mapped["pair"].a.item() == 2
-    assert mapped["ordered"]["a"].item() == mapped["user"]["a"].item() == mapped["default"]["a"].item() == 2
+    values = [mapped["list"][0], mapped["pair"].a, mapped["record"].value, mapped["output"].loss]
+    assert [x.item() for x in (*values, *(mapped[name]["a"] for name in ("ordered", "user", "default")))] == [2] * 7
     assert mapped["default"]["new"] == []
-    assert mapped["record"].value.item() == 2
     assert (mapped["record"].name, mapped["record"].derived) == ("n", 3)
-    assert mapped["output"].loss.item() == mapped["output"]["logits"].item() == 2
     assert tree["list"][0].item() == 1
 
 
