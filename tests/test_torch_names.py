@@ -25,11 +25,14 @@ OBJECTS = (
 )
 OF_OBJECTS = {name for thing in OBJECTS for name in dir(thing) if name.startswith("_") and not name.startswith("__")}
 DOCUMENTED = {"_python_dispatch", "_pytree"}  # modules, by torch's notes on extending it
+TORCH_PRIVATE = """
+    _C _DisableFuncTorch _TorchDispatchModeKey _amp_foreach_non_finite_check_and_unscale_
+    _backward_hooks _compiled_call_impl _current_graph_task_id _foreach_copy_ _foreach_norm
+    _foreach_zero_ _get_dispatch_mode _get_tracing_state _set_tracing_state _forward_hooks
+    _forward_pre_hooks _disable_current_modes _subclasses _version
+"""
 ALLOWED = {
-    "utils/torch_private.py": set(
-        "_C _DisableFuncTorch _TorchDispatchModeKey _amp_foreach_non_finite_check_and_unscale_ _backward_hooks _compiled_call_impl _current_graph_task_id _foreach_copy_ _foreach_norm "
-        "_foreach_zero_ _get_dispatch_mode _get_tracing_state _set_tracing_state _forward_hooks _forward_pre_hooks _disable_current_modes _subclasses _version".split()
-    ),
+    "utils/torch_private.py": set(TORCH_PRIVATE.split()),
     "amp/stepper.py": {"_optimizer_step_post_hooks", "_optimizer_step_pre_hooks"},
     "amp/grad_norm.py": {"_foreach_norm"},
     "amp/loss_scaler.py": {"_amp_update_scale_", "_foreach_add_"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from numbers import Real
 from typing import Any
 
@@ -238,11 +239,12 @@ class MixedPrecisionOptimizer:
         if self.publisher is not None:
             self.publisher.begin()
         pending, bucketed = list(buckets), len(buckets) > 1
+        joined = self.master_weights.joined if self.recipe.split_masters else nullcontext
         if bucketed:
             clear_grads([shard.param for shard in grads])  # each step would take all that are attached
         try:
             while pending:
-                with self.master_weights.joined(pending[0] if bucketed else None):
+                with joined(pending[0] if bucketed else None):
                     self.stepper.step(pending[0], grads, divisor, found_inf, bucketed)
                 if self.publisher is not None and not bucketed and not self.stepper.can_step_in_buckets:
                     self.publisher.follow()  # it may set `param.data`: later this would undo what is loaded meanwhile
