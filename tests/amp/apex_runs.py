@@ -74,25 +74,15 @@ class Apex:
         overrides: keep_batchnorm_fp32, master_weights, loss_scale; None leaves what the level says.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        make_optimizer: Callable[[nn.Module], optim.Optimizer],
-        opt_level: str,
-        *,
-        patched: Callable[..., Any] | None = None,
-        num_losses: int = 1,
-        min_loss_scale: float | None = None,
-        max_loss_scale: float = MAX_SCALE,
-        **overrides: Any,
-    ) -> None:
+    def __init__(self, model, make_optimizer, opt_level, *, patched=None, num_losses=1, **overrides) -> None:
+        low, high = overrides.pop("min_loss_scale", None), overrides.pop("max_loss_scale", MAX_SCALE)
         level = PROPERTIES[opt_level] | {key: value for key, value in overrides.items() if value is not None}
         self.model, self.cast = model, level["cast"]
         self.before_cast = {p: p.detach().clone() for p in model.parameters()}
         if self.cast is not None:
             cast_model(model, self.cast, level["keep_batchnorm_fp32"])
         self.forward = model if patched is None or self.cast is not None else lambda *inputs: patched(model, *inputs)
-        self.scalers = [Scaler(level["loss_scale"], min_loss_scale, max_loss_scale) for _ in range(num_losses)]
+        self.scalers = [Scaler(level["loss_scale"], low, high) for _ in range(num_losses)]
         self.keeps_masters = bool(level["master_weights"])
         self.optimizer = make_optimizer(model)
         self.pairs: list[tuple[nn.Parameter, nn.Parameter]] = []  # what the model computes with, what is stepped
@@ -239,18 +229,12 @@ def make_batches(steps: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [(x, (x @ teacher).argmax(1)) for x in xs]
 
 
-def make_pair(
-    model: nn.Module,
-    optimizer: Callable[[nn.Module], optim.Optimizer],
-    opt_level: str,
-    config: Mapping[str, Any] | None = None,
-    **keys: Any,
-) -> tuple[halfmesh.Engine, Apex]:
+def make_pair(model: nn.Module, optimizer: Any, opt_level: str, config: Any = None, **keys: Any) -> tuple[Any, Apex]:
     """An engine and the reference, from the same weights. `keys` are those of `fp16`, `config` has other ones."""
     patched = type(model).patched if opt_level == "O1" and hasattr(model, "patched") else None
     reference = Apex(copy.deepcopy(model), optimizer, opt_level, patched=patched, **keys)
     fp16 = {"mode": "apex", "opt_level": opt_level} | {k: v for k, v in keys.items() if v is not None}
-    config = {"fp16": fp16} | dict(config or {})
+    config = {"fp16": fp16} | (config or {})
     engine = halfmesh.initialize(model, optimizer(model), F.cross_entropy, None, config, device="cpu")
     return engine, reference
 
