@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from halfmesh.amp import stepper
 from halfmesh.amp.recipe import FP32, LossScale, Recipe
 from tests.support.updates import (
+    DYNAMIC,
     OPTIMIZERS,
     assert_close,
     by_hand,
@@ -26,7 +27,7 @@ from tests.support.updates import (
     take,
 )
 
-SCALED = Recipe(loss_scale=LossScale(initial=1024.0, growth_interval=100))
+SCALED = Recipe(loss_scale=DYNAMIC)
 
 
 @pytest.mark.parametrize("everywhere", [False, True], ids=["its own", "of all optimizers"])
@@ -97,6 +98,78 @@ def test_a_fused_step_can_be_captured(make, gpu, recwarn):
     gpu.is_capturing.return_value = False
     assert_close(params, by_hand(make, 3)[0])
     assert not recwarn.list
+
+
+# -- fused where that is exact, and the user's choice otherwise -------------------------------------------------------
+
+
+@pytest.mark.parametrize("choice", ["auto", False])
+def test_fused_leaves_the_users_choice(choice):
+    chosen = {}
+    for name in ("adamw", "sgd_momentum", "adam_foreach", "sgd_dampening", "rmsprop"):
+        group = make_update(make_params(), OPTIMIZERS[name], fused=choice).optimizer.param_groups[0]
+        chosen[name] = (group.get("fused"), group.get("foreach"))
+    assert chosen == {
+        "adamw": (True, False) if choice == "auto" else (None, None),
+        "sgd_momentum": (True, False) if choice == "auto" else (None, None),
+        "adam_foreach": (None, True),
+        "sgd_dampening": (None, None),
+        "rmsprop": (None, None),
+    }
+
+
+def test_a_subclass_with_its_own_step_is_not_trusted_with_the_scale():
+    class MyAdam(optim.Adam):
+        def step(self, closure=None):
+            assert not hasattr(self, "grad_scale")
+            super().step()
+
+    params = make_params()
+    update = make_update(params, lambda p: MyAdam(p, lr=0.01, fused=True), SCALED)
+    for step in range(3):
+        take(update, params, step)
+    assert_close(params, by_hand(OPTIMIZERS["adam"], 3)[0])
+
+
+@pytest.mark.parametrize("name", ["sgd_momentum", "adamw"])
+def test_parameters_with_gaps_or_a_changed_layout(name):
+    """The CPU's fused kernels ignore strides: they must not be chosen where those of parameters or state differ."""
+
+    def run(with_update):
+        torch.manual_seed(0)
+        gaps, image, conv = (
+            nn.Parameter(torch.randn(4, 8)[:, :5]),
+            nn.Parameter(torch.randn(4, 3, 3, 3)),
+            nn.Conv2d(4, 4, 3).to(memory_format=torch.channels_last),
+        )
+        params = [gaps, image, conv.weight]
+        make = OPTIMIZERS[name]
+        update = make_update(params, make, SCALED) if with_update else None
+        optimizer = update.optimizer if with_update else make(params)
+        for step in range(5):
+            if step == 2:
+                image.data = image.data.to(memory_format=torch.channels_last)
+            if step == 3:  # as from a file without strides
+                state = optimizer.state[conv.weight]
+                state.update({key: value.clone().contiguous() for key, value in state.items()})
+            generator = torch.Generator().manual_seed(step)
+            scale = scale_of(update) if with_update else 1.0
+            give(params, [torch.randn(p.shape, generator=generator) for p in params], scale)
+            update.step() if with_update else optimizer.step()
+        return params
+
+    assert_close(run(True), run(False))
+
+
+def test_momentum_that_begins_later_survives_a_first_step_that_is_skipped(uninitialised_is_nan):
+    """As under a scheduler that cycles momentum."""
+    params = make_params()
+    update = make_update(params, OPTIMIZERS["sgd"], SCALED)
+    update.optimizer.param_groups[0]["momentum"] = 0.9
+    assert take(update, params, 0, math.inf).skipped
+    for step in range(4):
+        take(update, params, step)
+    assert_close(params, by_hand(lambda params: optim.SGD(params, lr=0.1, momentum=0.9), 4)[0])
 
 
 # -- replays of a captured update, as of a CUDA graph: nothing in it depends on what the host knows --------------------
