@@ -1,26 +1,19 @@
 """What is the user's own around an optimizer of torch: its `step`, hooks, schedulers, and its state."""
 
 import math
-from collections.abc import Callable
-from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from torch import nn, optim
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from halfmesh.amp import stepper
-from halfmesh.amp.recipe import FP32, LossScale, Recipe
+from halfmesh.amp.recipe import FP32, Recipe
 from tests.support.updates import (
     DYNAMIC,
     OPTIMIZERS,
     assert_close,
     by_hand,
     give,
-    gradients,
     make_params,
     make_update,
     scale_of,
@@ -67,37 +60,6 @@ def test_state_that_others_change_is_what_the_next_update_uses(change):
         return params
 
     assert_close(train("auto"), train(False))
-
-
-def capturable_in_part(params):
-    return optim.AdamW([{"params": params[:1], "capturable": True}, {"params": params[1:]}], fused=True)
-
-
-@pytest.fixture
-def gpu(monkeypatch):
-    """torch's optimizers are told that the current stream of a GPU is captured, or not."""
-    stream = mock.Mock()
-    monkeypatch.setattr("torch.accelerator.current_accelerator", lambda **_: torch.device("cuda"))
-    monkeypatch.setattr("torch.accelerator.current_stream", lambda: stream)
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)  # torch 2.11 asks these two
-    monkeypatch.setattr("torch.cuda.is_current_stream_capturing", stream.is_capturing)
-    monkeypatch.setattr(stepper, "is_captured", lambda _: stream.is_capturing())
-    return stream
-
-
-@pytest.mark.parametrize("make", [OPTIMIZERS["adagrad"], capturable_in_part])
-def test_a_fused_step_can_be_captured(make, gpu, recwarn):
-    """torch refuses Adam without `capturable`, and warns of it in an ordinary step."""
-    params = make_params()
-    update = make_update(params, make, SCALED)
-    settings = [group.get("capturable") for group in update.optimizer.param_groups]
-    for step, capturing in enumerate([False, True, False]):
-        gpu.is_capturing.return_value = capturing
-        take(update, params, step)
-        assert [group.get("capturable") for group in update.optimizer.param_groups] == settings
-    gpu.is_capturing.return_value = False
-    assert_close(params, by_hand(make, 3)[0])
-    assert not recwarn.list
 
 
 # -- fused where that is exact, and the user's choice otherwise -------------------------------------------------------
@@ -170,69 +132,3 @@ def test_momentum_that_begins_later_survives_a_first_step_that_is_skipped(uninit
     for step in range(4):
         take(update, params, step)
     assert_close(params, by_hand(lambda params: optim.SGD(params, lr=0.1, momentum=0.9), 4)[0])
-
-
-# -- replays of a captured update, as of a CUDA graph: nothing in it depends on what the host knows --------------------
-
-SCALE = LossScale(initial=64.0, growth_interval=3, hysteresis=1)
-TOLERANT = LossScale(initial=64.0, growth_interval=3, hysteresis=2)
-
-
-class Capture(TorchDispatchMode):
-    """Records operations with the tensors that they read and wrote. `replay` runs them on the same memory again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[Callable[..., Any], Any, Any, Any]] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        self.calls.append((func, args, kwargs or {}, out))
-        return out
-
-    def replay(self) -> None:
-        for func, args, kwargs, out in self.calls:
-            new = func(*args, **kwargs)
-            for old, value in zip(tree_leaves(out), tree_leaves(new), strict=True):
-                if isinstance(old, torch.Tensor) and old.data_ptr() != value.data_ptr():
-                    old.copy_(value)
-
-
-@pytest.mark.parametrize(
-    ("recipe", "name"),
-    [
-        (FP32, "sgd_momentum"),
-        (Recipe(loss_scale=SCALE), "adagrad"),
-        (Recipe(torch.float16, torch.float16, False, True, TOLERANT), "adamw"),
-    ],
-    ids=["fp32", "scaled", "naive_fp16"],
-)
-def test_replays_are_updates(recipe, name):
-    """Growth, overflows and clipping that bites or not: decided anew by each replay."""
-    factors = [1, 1, torch.inf, 1, 1e3, 1, 1, 1, torch.inf, torch.nan, 1, 1]
-    if recipe.loss_scale is None:
-        factors = [1 if abs(f) > 1e3 or f != f else f for f in factors]
-
-    def train(captured):
-        params = make_params()
-        update = make_update(params, OPTIMIZERS[name], recipe, max_norm=2.0, max_consecutive_skips=1000)
-        capture, static = Capture(), []
-        for step, factor in enumerate(factors):
-            give(params, gradients(step), scale_of(update) * factor)
-            if not captured or step < 2:
-                update.step()
-                continue
-            grads = [p.grad for p in params]
-            if step == 2:
-                static = grads
-                with capture:
-                    update.step()
-                assert not [c for c in capture.calls if c[0] is torch.ops.aten._local_scalar_dense.default]
-                continue
-            for memory, grad in zip(static, grads, strict=True):
-                memory.copy_(grad)
-            with torch.no_grad():
-                capture.replay()
-        return [p.detach() for p in params], update.state_dict()
-
-    torch.testing.assert_close(train(True), train(False), rtol=0, atol=0)
