@@ -161,7 +161,7 @@ def test_training_curve(opt_level, net, optimizer, loss_scale):
     assert any(skipped) == dynamic
 
 
-# -- the keys: O0 to O3's property table, overrides, contradictions, and the recipe that they come to -------------------
+# -- the keys: O0 to O3's property table, overrides, contradictions, and recipes -------------------------------------
 
 DYNAMIC = LossScale(2.0**16, True, 2.0, 0.5, 2000, 1, 0.0, 2.0**24, verbose=True)
 O1 = Recipe(HALF, autocast=True, cast_lists="apex", loss_scale=DYNAMIC)
@@ -197,24 +197,15 @@ def test_the_property_table_is_apexs():
         ("O1", {}, O1),
         ("O2", {}, O2),
         ("O3", {}, O3),
-        # overrides
         ("O0", {"loss_scale": "dynamic"}, Recipe(FULL, FULL, loss_scale=DYNAMIC, output_dtype=FULL)),
-        ("O0", {"cast_model_type": False}, Recipe()),
         ("O1", {"patch_torch_functions": False}, Recipe(loss_scale=DYNAMIC)),
         ("O1", {"cast_model_type": torch.float32}, replace(O1, param_dtype=FULL, output_dtype=FULL)),
-        ("O1", {"cast_model_outputs": "float32"}, replace(O1, output_dtype=FULL)),
         (
             "O2",
             {"keep_batchnorm_fp32": "False", "loss_scale": "128.0"},
             replace(O2, keep_batchnorm_fp32=False, loss_scale=LossScale(128.0, dynamic=False, skips=False)),
         ),
-        (
-            "O2",
-            {"master_weights": False, "loss_scale": 1.0},
-            Recipe(HALF, HALF, False, False, None, FULL, keep_batchnorm_fp32=True),
-        ),
         ("O2", {"cast_model_type": "float32"}, Recipe(FULL, FULL, False, False, DYNAMIC, FULL)),
-        # apex's switch for all of it
         ("O2", {"enabled": False, "loss_scale": 128.0, "num_losses": 2}, replace(FP32, num_losses=2)),
     ],
     ids=str,

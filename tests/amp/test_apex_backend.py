@@ -93,15 +93,6 @@ def make_engine(level, backend="apex", model=None, optimizer=None, config=None, 
     return halfmesh.initialize(model, optimizer, F.cross_entropy, None, {"fp16": fp16} | (config or {}), device=device)
 
 
-def assert_equal(mine, theirs):
-    torch.testing.assert_close(mine, theirs, rtol=0, atol=0, equal_nan=True)
-
-
-def state_of(engine):
-    """A copy of the model's entry."""
-    return {name: value.clone() for name, value in engine.state_dict()["model"].items()}
-
-
 def problem_on(device):
     return ApexPrecision(FP32, device, ApexOptions(backend="apex").model_dump()).find_problem()
 
@@ -138,7 +129,7 @@ def test_training(amp, level, optimizer, scale):
         first = train(engine, BATCHES[:8], OVERFLOWS if level in ("O1", "O2") else {})
         held.add_param_group({"params": [late]})
         second = train(engine, BATCHES[8:])
-        weights = state_of(engine)
+        weights = {name: value.clone() for name, value in engine.state_dict()["model"].items()}
         engine.close()
         assert all(p.dtype == torch.float32 for p in model.parameters())
         assert not any(module._state_dict_hooks for module in model.modules())
@@ -147,9 +138,9 @@ def test_training(amp, level, optimizer, scale):
     (*mine, my_weights, my_model), (*theirs, their_weights, their_model) = run("apex"), run("native")
     for curve, other in zip(mine, theirs, strict=True):
         assert (curve.scales, curve.skipped) == (other.scales, other.skipped)
-        assert_equal(curve.losses, other.losses)
+        torch.testing.assert_close(curve.losses, other.losses, rtol=0, atol=0, equal_nan=True)
     assert any(mine[0].skipped) == (level in ("O1", "O2"))
-    assert_equal([my_weights, my_model], [their_weights, their_model])
+    torch.testing.assert_close([my_weights, my_model], [their_weights, their_model], rtol=0, atol=0)
 
 
 REAL = torch.cuda.is_available() and problem_on(CUDA) is None

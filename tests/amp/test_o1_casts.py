@@ -2,7 +2,6 @@
 
 import functools
 import types
-import weakref
 from contextlib import contextmanager
 
 import pytest
@@ -11,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from halfmesh.amp.o1 import O1_LISTS, CastTable, float_function, half_function, o1_scope, promote_function
+from halfmesh.amp.o1 import CastTable, float_function, half_function, o1_scope, promote_function
 from halfmesh.errors import InputError
 
 HALF, FULL, BF16 = torch.float16, torch.float32, torch.bfloat16
@@ -107,7 +106,6 @@ def test_registered_functions():
     assert dtype_of(table, torch.ops.aten.sigmoid, h) == FULL
     assert dtype_of(table, torch.ops.aten.sigmoid.default, h) == FULL
     assert dtype_of(CastTable(), torch.sigmoid, h) == HALF, "in one table only"
-    assert torch.sigmoid not in O1_LISTS
 
 
 def test_what_cannot_be_registered_is_rejected():
@@ -115,8 +113,6 @@ def test_what_cannot_be_registered_is_rejected():
     module.attend = lambda x: x
     with pytest.raises(InputError, match=r"wrap it: .* = halfmesh.half_function"):
         CastTable().register_half_function(module, "attend")
-    with pytest.raises(AttributeError, match=r"module 'torch' has no attribute 'einsumm'"):
-        CastTable().register_half_function(torch, "einsumm")
     for name in ("sigmoid_", "__iadd__"):
         with pytest.raises(InputError, match="in place"):
             CastTable().register_float_function(torch.Tensor, name)
@@ -156,24 +152,18 @@ def test_decorators_cast_what_the_function_is_called_with_in_a_scope_only():
 
 
 class CountCasts(TorchDispatchMode):
-    """Notes conversions of the dtype."""
-
-    def __init__(self):
-        super().__init__()
-        self.made = []
+    made = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten._to_copy.default:
-            self.made.append(weakref.ref(out))
-        return out
+        self.made += func is torch.ops.aten._to_copy.default
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager
 def casts(expected):
     with CountCasts() as counter:
         yield
-    assert len(counter.made) == expected
+    assert counter.made == expected
 
 
 def test_a_weight_is_cast_once_and_activations_each_time():
