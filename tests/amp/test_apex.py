@@ -226,7 +226,7 @@ def test_dynamic_scale_keys():
         ({"master_weights": True}, "fp16: master_weights=True with opt_level='O1', which keeps weights in float32"),
         ({"opt_level": "O2", "patch_torch_functions": True}, "only opt_level='O1' patches functions"),
         ({"opt_level": "O2", "cast_model_type": torch.bfloat16}, "fp16.cast_model_type: apex has no bf16; use bf16"),
-        ({"loss_scale": 0}, "fp16.loss_scale: expected 'dynamic' or greater than 0, got 0"),
+        ({"loss_scale": 0}, "fp16.loss_scale: expected 'dynamic' or a number greater than 0, got 0"),
         ({"min_loss_scale": 4.0, "max_loss_scale": 2.0}, "fp16: min_loss_scale=4 is above max_loss_scale=2; lower it"),
         ({"min_loss_scale": 2.0**17}, "fp16: min_loss_scale=131072 is above the first loss scale, which is 65536"),
     ],

@@ -115,7 +115,7 @@ def test_what_the_loop_writes_into_the_model_is_trained_on():
 
 def test_masters_between_updates_are_no_numbers():
     engine = make_engine(SPLIT)
-    assert "with masters='split' there are no fp32 masters between updates" in said(engine.master_params)
+    assert "masters='split' has no fp32 masters between updates" in said(engine.master_params)
     param = engine.optimizer.param_groups[0]["params"][0]
     assert param.isnan().all()
     step_on(engine, X, Y)

@@ -6,12 +6,6 @@ from .fault import In, Text, fault
 from .layouts import CLIPPED, DATA, GRADIENT, MLP_TENSOR, NAIVE_FP16, TORCH_FP16, TORCH_FP16_TENSOR, Cell
 
 OPTIMIZER, NORM, SCALER = (f"amp/{name}.py" for name in ("optimizer", "grad_norm", "loss_scaler"))
-<<<<<<< HEAD
-=======
-EXACT, SCALERS, NORMS, LOSSES = (
-    f"tests/amp/test_{name}.py" for name in ("optimizer", "loss_scaler", "grad_norm", "apex_losses")
-)
->>>>>>> e2135947 (Tests of an update are one file, and those of the stepper another)
 MOVED = "            if stats is not None:\n                self.loss_scales.update(stats)\n"
 DIVISOR = "        scale, total = self.loss_scales.grad_divisor(divisor)\n        total = None if self"
 DISAGREES = "overflow *", "norm *", "rejected *"
@@ -54,14 +48,6 @@ NORM_AND_SCALE = (
         In(TORCH_FP16, ("overflow *", "update *")),
     ),
     fault(
-<<<<<<< HEAD
-=======
-        "An update without a loss scale is skipped",
-        Text(OPTIMIZER, "if stats is not None and self.skips_nonfinite else None", "if stats is not None else None"),
-        f"{EXACT}::test_a_loss_scale_skips_but_not_a_static_one_of_apex",
-    ),
-    fault(
->>>>>>> e2135947 (Tests of an update are one file, and those of the stepper another)
         "The loss scale never moves",
         Text(SCALER, "        options, tracker, left = self", "        return\n        options, tracker, left = self"),
         In(NAIVE_FP16, "overflow *"),

@@ -7,13 +7,7 @@ from .fault import In, Text, fault
 from .layouts import DATA, GPT_DATA, GPT_PIPE, GRADIENT, MLP_TENSOR, NAIVE_BF16, Cell, grad
 
 OPTIMIZER, MASTER, STEPPER = (f"amp/{name}.py" for name in ("optimizer", "master_weights", "stepper"))
-<<<<<<< HEAD
 RECOMPUTE, OFFLOAD = "engine/recompute.py", "engine/offload.py"
-=======
-RECOMPUTE, OFFLOAD, NONFINITE = "engine/recompute.py", "engine/offload.py", "debug/nonfinite.py"
-EXACT, MASTERS, FUSED = (f"tests/amp/test_{name}.py" for name in ("optimizer", "master_weights", "stepper"))
-SEVERAL, DIAGNOSIS = "tests/engine/test_several_optimizers.py", "tests/debug/test_diagnosis.py"
->>>>>>> e2135947 (Tests of an update are one file, and those of the stepper another)
 FIT = "        if bucketed or not self._masters.masters:  # else they fit already\n"
 LAST = "torch.distributed.get_rank() == torch.distributed.get_world_size() - 1"
 MERGE = "            self.loss_scales.merge_grads(loss_id, self.master_weights.receivers)\n"
