@@ -27,7 +27,7 @@ OF_OBJECTS = {name for thing in OBJECTS for name in dir(thing) if name.startswit
 DOCUMENTED = {"_python_dispatch", "_pytree"}  # modules, by torch's notes on extending it
 TORCH_PRIVATE = """
     _C _DisableFuncTorch _TorchDispatchModeKey _amp_foreach_non_finite_check_and_unscale_
-    _backward_hooks _compiled_call_impl _current_graph_task_id _foreach_copy_ _foreach_norm
+    _backward_hooks _compiled_call_impl _current_graph_task_id _foreach_copy_
     _foreach_zero_ _get_dispatch_mode _get_tracing_state _set_tracing_state _forward_hooks
     _forward_pre_hooks _disable_current_modes _subclasses _version
 """
