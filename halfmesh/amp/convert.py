@@ -86,7 +86,7 @@ def _take_back(
     if update.recipe.linear is not None:
         update.recipe.linear.remove(model)
     masters, changed = update.master_weights.masters, {}
-    for name, tensor in named_tensors(model):
+    for tensor, name in {tensor: name for name, tensor in named_tensors(model)}.items():  # tied ones once
         dtype, full = dtypes.get(name, tensor.dtype), update.master_weights.full_value(tensor)
         if full is None and tensor.dtype == dtype:
             continue
