@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from fnmatch import fnmatchcase
 from itertools import chain
-from math import inf
 from typing import Any
 
 import torch
@@ -198,9 +197,10 @@ def find_overflow(name: str, value: torch.Tensor, dtype: torch.dtype | None) -> 
     """The problem of casting `value`, of the tensor `name`, to `dtype`: it is out of range (inf and nan fit)."""
     if dtype is None or value.is_meta or not value.numel() or value.element_size() == 1:  # float8, which fits
         return None
-    low, high = (end.item() for end in value.aminmax())
-    most = max(-low, high)
-    if not torch.finfo(dtype).max < most < inf:
+    if all(abs(end.item()) <= torch.finfo(dtype).max for end in value.aminmax()):  # without a copy
+        return None
+    most = value.abs().nan_to_num(0.0, posinf=0.0).max().item()
+    if most <= torch.finfo(dtype).max:
         return None
     return f"{name!r} holds values up to {most:g}, above the maximum of {dtype_name(dtype)}; use bf16, or mode='torch'"
 

@@ -158,7 +158,7 @@ bert_masked = partial(_transformers, "BertForMaskedLM", **BERT)
 t5 = partial(_transformers, "T5ForConditionalGeneration", **T5)
 CONVOLUTIONS = "Convolutions cannot be sharded: if most of the model is convolutions, leave tensor at 1"
 LINEAR = "it is a Conv2d, but this style is for torch.nn.Linear"
-NO_PARTITION = "no partitioner knows T5ForConditionalGeneration; split points do not work either"
+NO_PARTITION = "no partitioner knows T5ForConditionalGeneration; name the modules"
 RESNET: dict[str, Any] = {"points": ("layer3",), "rejected": {"tensor": CONVOLUTIONS}}
 CONVNEXT: dict[str, Any] = {"points": ("stages.2",), "rejected": {"tensor": LINEAR}}
 
