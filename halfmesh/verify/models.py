@@ -101,3 +101,6 @@ PLAN = {"tokens": "vocab", "head": "vocab", "*.attention": "heads(num_heads)", "
 PLAN |= {"*.out": "rowwise"}
 MLP = {"*.mlp.0": "colwise", "*.mlp.2": "rowwise"}
 """Also of a transformer."""
+SEQUENCE = {"blocks.0": "sequence_begin", "norm": "sequence_end", "*.norm?": "sequence"}
+SEQUENCE |= {"*attention": "region", "*mlp": "region"}
+"""Further entries of a transformer's plan, to divide the sequence."""

@@ -8,7 +8,7 @@ import pytest
 
 from halfmesh.compat import composition_table, get_columns
 from halfmesh.parallel.registries import SCHEDULES
-from halfmesh.verify.machine import find_cells
+from halfmesh.verify.machine import EXTRAS, find_cells
 
 
 def pairs(cells):
@@ -25,6 +25,7 @@ def test_cells_stand_for_all_that_the_table_allows(device, ranks):
     strategies = set(itertools.combinations(("replicate", "zero1", "fsdp"), 2))
     if ranks > 4:
         assert set(itertools.combinations(get_columns(), 2)) - found == strategies
+    assert {cell.extra for cell in cells} == set(EXTRAS)
     schedules = {cell.schedule for cell in cells if "pipeline" in cell.axes}
     assert schedules >= set(SCHEDULES.names()) - {"zero_bubble", "zbv", "dualpipev", "1f1b"}
     assert all(cell.world_size == ranks or device == "cpu" for cell in cells)
