@@ -39,6 +39,7 @@ class Measures:
         shares: what ranks share: axes, and the "rows" of a batch.
         tensors: by key in the reference, then by the way in which the reference was cut, the worst of each; of
             parameters there is one way, "".
+        firsts: the same of this rank's first part of the batch.
         digests: of each box of a parameter, for the comparison of copies.
         skipped: tensors that no part of the reference fits, and why.
     """
@@ -46,6 +47,7 @@ class Measures:
     rank: int
     shares: tuple[str, ...] = ()
     tensors: dict[Key, dict[str, Measure]] = field(default_factory=dict)
+    firsts: dict[Key, dict[str, Measure]] = field(default_factory=dict)
     digests: dict[Key, list[tuple[Any, bytes]]] = field(default_factory=dict)
     figures: dict[tuple[int, int, str], Any] = field(default_factory=dict)
     skipped: dict[Key, str] = field(default_factory=dict)
@@ -125,6 +127,7 @@ class Comparison:
         new = {way: _measure(own, part, factor) for way, part, _ in cuts}
         if factor is None and key.name in self._own and (best := min(new.values(), key=ratio)).norm:
             self._factors[backward] = best.factor
+        self.measures.firsts.setdefault(at, new)
         known = self.measures.tensors.get(at, new)
         self.measures.tensors[at] = {way: max(known[way], new[way], key=ratio) for way in new if way in known}
 

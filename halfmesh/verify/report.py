@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from ..distributed.env import list_ranks
 from ..errors import counted, page, shorten
-from .compare import Measures
+from .compare import Measures, ratio
 from .record import Key, Store
 
 
@@ -131,11 +131,13 @@ loss is a sum over samples | set loss_reduction='sum', or return a mean
 loss gradient | all rows | the criterion is not a mean over samples (different numbers of ignored targets, or samples \
 compared with each other) | return (sum, weight) and set loss_reduction='weighted'; if it should compare the samples \
 of one rank's batch, prove the rest with --accumulated (accumulated=True)
+output | later | the module keeps state from an earlier call (an attribute, a cache), or draws random numbers | \
+keep no state of a batch; draw outside the model
 output | cp | tokens are combined outside attention, or positions start from 0 on each rank |
 output | ep | tokens reach other experts, or the model combines rows of the batch | compute each row on its own
 output | tp | the model combines features that are split over tensor ranks, or a style or size is wrong | {plan}
-output | rows | the model combines rows of the batch, keeps state from an earlier call, draws random numbers, or uses \
-the rank | compute each row on its own; to combine rows of all ranks, use engine.context.all_reduce
+output | rows | the model combines rows of the batch, draws random numbers, or uses the rank | compute each \
+row on its own; to combine rows of all ranks, use engine.context.all_reduce
 grad_output | tp | a gradient is summed over the tensor ranks twice, or not at all | {plan}
 grad_output | rows | a backward or a hook combines rows, or an activation was computed or saved differently |
 gradient | tp | a gradient of a part of the activations is not summed (style 'partial'), or summed twice |
@@ -147,8 +149,8 @@ buffer | | each data rank updates it from its own batches | all-reduce it in the
 loss | | the criterion is not a mean over samples, or counts other targets | set loss_reduction
 """
 """What differs first, the signs that must all be present, the likely cause, and what to try. The first row that fits
-is taken. Signs: "copies" of a parameter on several ranks differ; "all" gradients differ; by the same "factor"; and what
-ranks share: "tp", "cp", "ep", and "rows" of a batch."""
+is taken. Signs: "copies" of a parameter on several ranks differ; "all" gradients differ; by the same "factor"; this is
+"later" than the first call of a rank; and what ranks share: "tp", "cp", "ep", and "rows" of a batch."""
 _PLAN = (
     f"leave these layers out of the plan, or give sizes as -1 or by 'heads(name)' (see {page('Tensor parallelism')})"
 )
@@ -180,7 +182,8 @@ def explain(store: Store, measures: Sequence[Measures], finding: Finding, same: 
     else:
         where += f" by {finding.distance:.1e} (allowed {finding.allowed:.0e})"
         has_all = what == "loss" or names >= {k.name for k in store.tensors if k.what == "gradient"}
-        signs = {*measures[0].shares, *(["factor"] if factor else []), *(["all"] if has_all else [])}
+        known = {"factor": factor, "all": has_all, "later": _is_later(measures, finding)}
+        signs = {*measures[0].shares, *(sign for sign, is_there in known.items() if is_there)}
     if finding.ranks:
         where += f" on {list_ranks(finding.ranks)}"
     rows = ([cell.strip() for cell in row.split("|")] for row in CAUSES.strip().splitlines())
@@ -234,3 +237,9 @@ def _common_factor(measures: Sequence[Measures], update: int) -> float | None:
     factors = [m[""].factor for k, m in found if (k.update, k.what) == (update, "gradient") and m[""].norm]
     is_common = factors and max(factors) - min(factors) <= 1e-6 * max(map(abs, factors))
     return factors[0] if is_common and abs(factors[0] - 1) > 1e-5 else None
+
+
+def _is_later(measures: Sequence[Measures], finding: Finding) -> bool:
+    """Return True if each rank agreed in an earlier update, or in its first part of the batch."""
+    firsts = (ways for rank in measures for key, ways in rank.firsts.items() if key == finding.key)
+    return finding.key.update > 0 or all(min(map(ratio, ways.values())) <= finding.allowed for ways in firsts)

@@ -25,6 +25,17 @@ class Model(nn.Module):
         return self.last(self.proj(self.first(x)).relu())
 
 
+class Stateful(Model):
+    """Adds what it saw before."""
+
+    seen: Any = 0.0
+
+    def forward(self, x: torch.Tensor) -> Any:
+        h = self.first(x) + self.seen
+        self.seen = h.detach().mean()
+        return self.last(self.proj(h))
+
+
 class Single(Model):
     """Sums over rows in float32, whatever its weights are."""
 
@@ -39,6 +50,10 @@ def with_data(model: nn.Module) -> tuple[Any, ...]:
 
 def single() -> Any:
     return with_data(Single())
+
+
+def stateful() -> Any:
+    return with_data(Stateful())
 
 
 def deferred() -> Any:
@@ -94,6 +109,7 @@ def test_batches_that_cannot_be_joined_need_accumulation():
     ("config", "build", "options", "words"),
     [
         ({}, contrastive, {}, "--accumulated (accumulated=True)"),
+        ({"gradient_accumulation": 2}, stateful, {}, "keeps state from an earlier call"),
         (
             {"parallel": {"tensor": {"size": 2, "plan": {"proj": "rowwise"}}}},
             deferred,
