@@ -20,7 +20,7 @@ from torch import fx, nn
 
 from ...errors import InputError, did_you_mean, page
 from ..trial import is_within
-from .fx_trace import trace
+from .fx_trace import UPDATES, is_of_shapes, trace
 from .partition import PLAIN, Call, Piece, plain_values, signature_of
 
 _REGISTER = f"register a partitioner for the model (halfmesh.PARTITIONERS, see {page('Pipeline parallelism')})"
@@ -40,10 +40,13 @@ def split_at(model: nn.Module, points: Sequence[str]) -> list[Piece]:
         if point not in known:
             raise InputError(f"partition: {point!r} is not a module of the model{did_you_mean(point, known)}")
     forward = _SplitForward(model, points)
-    return [
+    pieces = [
         Piece(name, uses, partial(forward.run, index), forward.prepare)
         for index, (name, uses) in enumerate(zip(("the beginning", *points), forward.uses, strict=True))
     ]
+    if empty := [piece.name for piece in pieces if not piece.uses]:
+        raise InputError(f"partition: no module is left for the stage of {empty[0]}; name other split points")
+    return pieces
 
 
 class _SplitForward:
@@ -157,10 +160,15 @@ def _cut(graph: fx.Graph, points: Sequence[str]) -> list[fx.Graph]:
         order = ", ".join(sorted(points, key=lambda point: begins[point]))
         raise InputError(f"partition: the forward calls these modules in the order {order}; name them in that order")
     piece_of: dict[fx.Node, int] = {}  # every stage computes nodes that are not in it
+    firsts: dict[fx.Node, fx.Node] = {}  # of the results of changes in place: the first name of the changed value
     for position, node in enumerate(nodes):
         if not _follows_from_arguments(node, piece_of):
             piece_of[node] = sum(position >= start for start in starts)
-        _reject_change(node, piece_of)
+        if (changed := _changed_by(node)) is not None:
+            first = firsts[node] = firsts.get(changed, changed)
+            names = [first, *(name for name in firsts if firsts[name] is first)]
+            others = [name for name in names if name not in (node, changed) and any(user > node for user in name.users)]
+            _reject_change(node, changed, piece_of, others)
     return [_piece_graph(nodes, piece_of, index, len(points)) for index in range(len(points) + 1)]
 
 
@@ -174,17 +182,34 @@ def _follows_from_arguments(node: fx.Node, piece_of: Mapping[fx.Node, int]) -> b
     )
 
 
-def _reject_change(node: fx.Node, piece_of: Mapping[fx.Node, int]) -> None:
-    """Raise InputError if `node` changes a value in place that other stages have a copy of."""
-    changed = _changed_by(node)
-    is_of_weights = changed is not None and changed.op == "get_attr"
-    if changed is None or (changed in piece_of and not (is_of_weights and piece_of[changed] != piece_of[node])):
+def _reject_change(node: fx.Node, changed: fx.Node, piece_of: Mapping[fx.Node, int], others: Sequence[fx.Node]) -> None:
+    """Raise InputError if `node` changes a value in place that other stages have a copy of.
+
+    Args:
+        others: other names of `changed` that are used later. Each is sent to later stages by itself.
+    """
+    is_of_weights = changed.op == "get_attr"
+    if changed not in piece_of:
+        is_safe = _has_one_name(changed, node)
+    else:
+        is_safe = piece_of[changed] == piece_of[node] or not (is_of_weights or others)
+    if is_safe:
         return
     name = changed.target if is_of_weights else changed
     raise InputError(
         f"partition: the forward changes {name} in place ({node.name}), but other stages have a copy of it; use the "
         "out-of-place form, or change a buffer where it is first used, or in a separate module"
     )
+
+
+def _has_one_name(node: fx.Node, user: fx.Node) -> bool:
+    """Return True if nothing but `user` can read the memory of `node`, which every stage computes."""
+    if node.op == "placeholder" or any(not is_of_shapes(other) for other in node.users if other is not user):
+        return False
+    name = str(getattr(node.target, "__name__", node.target))
+    computes = node.target in (*UPDATES, *vars(operator).values()) and name not in ("getitem", "pos")
+    is_new = computes or name == "clone" or name.endswith("_like")
+    return is_new or all(is_of_shapes(parent) or _has_one_name(parent, node) for parent in node.all_input_nodes)
 
 
 def _changed_by(node: fx.Node) -> fx.Node | None:
@@ -196,6 +221,8 @@ def _changed_by(node: fx.Node) -> fx.Node | None:
     in_place = name.endswith("_") and not name.endswith("__") and node.target not in vars(operator).values()
     if in_place or node.kwargs.get("inplace") is True:
         target = node.args[0] if node.args else node.kwargs.get("input")
+    elif node.target in UPDATES:
+        target = node.args[0]
     return target if isinstance(target, fx.Node) else None
 
 

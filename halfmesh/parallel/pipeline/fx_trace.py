@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.fx.proxy import TraceError
+from torch.overrides import TorchFunctionMode
 
 from ...errors import InputError
 from ...utils.tensors import leaves_of, tensors_of
@@ -63,12 +65,36 @@ def _record(
     """The graph, with `answers` for the first conditions on shapes. Raises _ShapeCondition with the next one."""
     tracer = _Tracer(opened, inspect.signature(model.forward), answers)
     before, state = plain_values(opened), random_state(CPU)
-    with unchanged(opened):
+    with unchanged(opened), _Makers(tracer):
         graph = tracer.trace(model, concrete_args=dict(fixed))
         _reject_kept(opened)
         if plain_values(opened) != before or not same_state(random_state(CPU), state):
             raise InputError("it changes numbers or flags on the model, or draws random numbers for itself")
     return graph
+
+
+class _Proxy(fx.Proxy):
+    """Records `x += y` unchanged, because it changes a tensor under all its names. (fx makes x = x + y of it.)"""
+
+
+def _record_update(name: str) -> Callable[[Any, Any], Any]:
+    """Make proxies record the function `name` of operator, and return the function that they record."""
+
+    def update(value: Any, other: Any) -> Any:  # fx would write operator's as a statement, which replaces a tuple
+        return getattr(operator, name)(value, other)
+
+    def record(proxy: _Proxy, other: Any) -> Any:
+        if is_of_shapes(proxy.node):
+            return NotImplemented  # of a number Python then makes a new one
+        return proxy.tracer.create_proxy("call_function", update, (proxy, other), {})
+
+    update.__name__ = name
+    setattr(_Proxy, f"__{name}__", record)
+    return update
+
+
+UPDATES = [_record_update(name) for name in fx.graph.inplace_methods if name != "setitem"]
+"""`x += y` and the like."""
 
 
 class _Tracer(fx.Tracer):
@@ -78,7 +104,7 @@ class _Tracer(fx.Tracer):
 
     def __init__(self, opened: Sequence[nn.Module], signature: inspect.Signature, answers: Sequence[bool]) -> None:
         super().__init__(autowrap_functions=_MAKERS, param_shapes_constant=True)
-        self._autowrap_search.append(torch)  # where code calls them: torch.ones(n, n)
+        self._autowrap_search.append(torch)  # torch.ones(n, n) would fail before `_Makers` sees it
         self._answers = iter(answers)
         self._opened = set(opened)
         self._signature = signature
@@ -87,9 +113,12 @@ class _Tracer(fx.Tracer):
     def is_leaf_module(self, module: nn.Module, name: str) -> bool:
         return module not in self._opened
 
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _Proxy(node, self)
+
     def to_bool(self, obj: fx.Proxy) -> bool:
         """The truth of a value in an `if`, an `assert` and the like."""
-        if not _is_of_shapes(obj.node):
+        if not is_of_shapes(obj.node):
             return super().to_bool(obj)  # raises
         for found in self._answers:
             return found
@@ -117,6 +146,19 @@ class _Tracer(fx.Tracer):
         return super().create_proxy(kind, target, *args, **kwargs)
 
 
+class _Makers(TorchFunctionMode):
+    """Records functions that make a tensor from none, such as torch.rand; their result would be a constant."""
+
+    def __init__(self, tracer: fx.Tracer) -> None:
+        super().__init__()
+        self._tracer = tracer
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _MAKERS and hasattr(self._tracer, "graph"):
+            return self._tracer.create_proxy("call_function", func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
 def _modes() -> tuple[bool, ...]:
     """The global modes that a with-statement around a call may change."""
     devices = ("cpu", "cuda")
@@ -139,7 +181,7 @@ class _ShapeCondition(BaseException):
     """Raised at a condition on shapes, a node, in a forward. (Not an Exception, which the forward may catch.)"""
 
 
-def _is_of_shapes(node: fx.Node) -> bool:
+def is_of_shapes(node: fx.Node) -> bool:
     """Return True if the value of `node` depends on the shapes of tensors only."""
     if node.op == "call_method":
         return node.target in _METHODS
@@ -149,7 +191,7 @@ def _is_of_shapes(node: fx.Node) -> bool:
         return True
     parents = node.all_input_nodes
     plain = getattr(node.target, "__module__", None) in _PLAIN and node.target is not getattr
-    return plain and bool(parents) and all(_is_of_shapes(parent) for parent in parents)
+    return plain and bool(parents) and all(is_of_shapes(parent) for parent in parents)
 
 
 def _evaluate(condition: _ShapeCondition, model: nn.Module, values: Mapping[str, Any]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import random
 from typing import Any
 
@@ -51,7 +52,7 @@ def drops(self, x):
     noise = F.dropout(torch.ones_like(x), 0.5, self.training)
     x = F.dropout(self.a(x * noise + self.table[:3]), training=self.training)
     x = F.dropout(self.b(x) * noise, 0.5, self.training)
-    return self.c(x) * self.weight * noise + torch.rand_like(x)
+    return self.c(x) * self.weight * noise + torch.rand_like(x) + torch.rand(4)
 
 
 def in_place(self, x):
@@ -60,17 +61,38 @@ def in_place(self, x):
     x = self.b(self.a(y * self.weight + self.table[:3]))
     x.relu_()
     y = F.relu(self.c(x), inplace=True)
+    same = y
     y += x
-    return y
+    return y * same
+
+
+def updates(self, x):
+    """`x += y` changes all names of a tensor, and one of a number."""
+    rows = half = x.shape[0]
+    half //= 2
+    mask = (torch.ones(4, rows) * half)[:, 0]
+    mask *= 2
+    residual = x = self.a(x * self.weight)
+    x += mask * rows
+    y = self.b(x + residual)
+    y -= residual
+    return self.c(y) + x + y + residual + self.table[half]
 
 
 def made_of_sizes(self, x):
     """Tensors that follow from shapes and constants are made in each stage."""
     rows, width = x.shape
     mask = torch.ones((x.shape[0], x.shape[0]), device=x.device).tril() + full((rows, rows), 0.5)
-    position = torch.arange(x.size(1)) * 2.0
+    position = torch.arange(x.size(1)) * torch.tensor(2.0) + torch.arange(4)
     x = mask @ self.c(mask @ self.b(self.a(x + position) * self.weight)) + position + self.table[0]
     return x * self.plain + torch.eye(rows, width) + zeros(rows, width)
+
+
+def operators(self, x):
+    """Of operator, and_ and or_ are the only names that end like those of changes in place."""
+    large, table = x > 0, self.table[:3] > 0
+    keep = large & (x < 2) | operator.xor(large, table) & operator.and_(table, True)
+    return self.c(self.b(self.a(x * keep) * self.weight) * (large | table) * (True & ~large)) * (keep ^ table)
 
 
 def checks(self, x):
@@ -84,7 +106,7 @@ def checks(self, x):
     return self.c(self.b(first)) * self.weight + self.table[:rows]
 
 
-@pytest.mark.parametrize("forward", [skips, drops, in_place, made_of_sizes, checks])
+@pytest.mark.parametrize("forward", [skips, drops, in_place, updates, made_of_sizes, operators, checks])
 def test_forward(forward):
     model = make(forward)
     known = set(vars(model)) | set(model.state_dict())
@@ -175,21 +197,70 @@ def changes_its_argument(self, x):
     return self.c(self.b(self.a(x)))
 
 
+def updates_an_argument(self, x):
+    y = x.view(-1)
+    y *= 2
+    return self.c(self.b(self.a(x)))
+
+
+def updates_what_has_another_name(self, x):
+    other = mask = torch.zeros_like(x)
+    mask += 1
+    return self.c(self.b(self.a(x) * mask)) * other
+
+
+def updates_a_view(self, x):
+    mask = torch.zeros_like(x)
+    row = mask[0]
+    row += 1
+    return self.c(self.b(self.a(x) * mask))
+
+
+def updates_what_was_used(self, x):
+    mask = torch.zeros_like(x)
+    twice = mask * 2
+    mask += 1
+    return self.c(self.b(self.a(x) * mask) * twice)
+
+
+def updates_in_two_stages(self, x):
+    residual = x = self.a(x)
+    x += 1
+    x = x.mul_(self.b(x))
+    return self.c(x) + residual
+
+
+def changes_a_buffer_late(self, x):
+    x = self.b(self.a(x * self.table[0]))
+    self.table.add_(1)
+    return self.c(x)
+
+
+COPY = "but other stages have a copy of it"
+
+
 @pytest.mark.promise("a model is traced and cut automatically")
 @pytest.mark.parametrize(
     ("forward", "points", "message"),
     [
         (row, ("bb",), r"partition: 'bb' is not a module of the model; did you mean 'b'\?"),
+        (row, ("b", "b"), "no module is left for the stage of b; name other split points"),
         (row, ("c", "b"), "the forward calls these modules in the order b, c"),
         (row, ("b", "idle"), "idle is never called by the model's forward"),
         (asks, ("b",), r"cannot be traced .* to control flow \(`return self.c\(self.b\(x\)\) if x.sum\(\) > 0 else"),
         (without_gradients, ("b",), "a is called inside no_grad, autocast or similar, which a trace does not record"),
         (keeps, ("b",), r"it keeps a value on the model \(last\)"),
         (flips, ("b",), "draws random numbers for itself"),
-        (drops_layers, ("b",), "draws random numbers for itself"),
+        (drops_layers, ("b",), "variables cannot be used as inputs to control flow"),
         (anything, ("b",), r"Net.forward takes \*args or \*\*kwargs, which cannot be traced; .*PARTITIONERS"),
         (has_a_constant, ("b",), r"not part of the model; make it a buffer \(`return .* SCALE\)\)\)`, line"),
-        (changes_its_argument, ("b",), r"changes x in place \(mul_\), but other stages have a copy of it"),
+        (changes_its_argument, ("b",), rf"changes x in place \(mul_\), {COPY}"),
+        (updates_an_argument, ("b",), rf"changes view in place \(imul\), {COPY}"),
+        (updates_what_has_another_name, ("b",), rf"changes zeros_like in place \(iadd\), {COPY}"),
+        (updates_a_view, ("b",), rf"changes getitem in place \(iadd\), {COPY}"),
+        (updates_what_was_used, ("b",), rf"changes zeros_like in place \(iadd\), {COPY}"),
+        (updates_in_two_stages, ("b", "c"), rf"changes iadd in place \(mul_\), {COPY}"),
+        (changes_a_buffer_late, ("b", "c"), rf"changes table in place \(add_\), {COPY}"),
     ],
 )
 def test_what_cannot_be_cut(forward, points, message):
