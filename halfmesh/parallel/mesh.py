@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..distributed.env import RankNames
 from ..errors import InputError
+from ..utils.tensors import is_dense
 from .comm import NamedCalls, broadcast_object, gather_objects, is_simulated, join_rows, own_store
 from .dims import ParallelDims
 
@@ -263,7 +264,7 @@ class ParallelContext:
     def broadcast(self, tensor: torch.Tensor, axis: str | None = None, place: int = 0) -> None:
         """Overwrite `tensor` with the tensor of rank 0, or of the rank at coordinate `place` of `axis`.
 
-        The tensor may have any device and dtype.
+        The tensor may have any device, dtype and strides.
         """
         if self.size > 1:
             group = None if axis is None else self.group(axis)
@@ -272,7 +273,10 @@ class ParallelContext:
             if source.numel():
                 dist.broadcast(source.reshape(-1).view(torch.uint8), group_src=place, group=group)
             if source.data_ptr() != tensor.data_ptr():
-                tensor.copy_(source)
+                if is_dense(tensor):
+                    tensor.copy_(source)
+                else:  # several elements may share memory (expand), which cannot be written
+                    tensor.data = source.to(tensor.device)
 
     def from_first(self, value: Any) -> Any:
         """Return rank 0's `value` on all ranks."""

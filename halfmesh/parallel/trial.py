@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -73,10 +74,12 @@ def _rebind(function: FunctionType, copies: Mapping[int, Any]) -> FunctionType:
 
 @contextmanager
 def unchanged(modules: Iterable[nn.Module]) -> Iterator[Callable[[], bool]]:
-    """Restore the attributes and buffers of `modules` afterwards, with the contents of lists, dicts and sets. It gives
-    a function that returns True if one was set to another object in the scope so far."""
-    owned = list(map(vars, modules))
-    containers = {id(each): each for own in owned for each in (own, *own.values()) if type(each) in (dict, list, set)}
+    """Restore the attributes and buffers of `modules` afterwards, with the contents of lists, dicts, sets and
+    dataclasses. It gives a function that returns True if one was set to another object in the scope so far."""
+    containers: dict[int, Any] = {}
+    for own in map(vars, modules):
+        containers[id(own)] = own
+        _find_containers(list(own.values()), containers)
     before = [(container, copy.copy(container)) for container in containers.values()]
     try:
         yield lambda: any(_ids(now) != _ids(then) for now, then in before)
@@ -84,6 +87,17 @@ def unchanged(modules: Iterable[nn.Module]) -> Iterator[Callable[[], bool]]:
         for now, then in before:
             now.clear()
             (now.extend if isinstance(now, list) else now.update)(then)
+
+
+def _find_containers(value: Any, found: dict[int, Any]) -> None:
+    """Add the lists, dicts and sets in `value`, and the dicts of dataclasses, by their ids."""
+    inner = vars(value) if dataclasses.is_dataclass(value) and hasattr(value, "__dict__") else value
+    if isinstance(value, type) or id(inner) in found or type(inner) not in (dict, list, set, tuple):
+        return
+    if type(inner) is not tuple:
+        found[id(inner)] = inner
+    for item in list(inner.values() if isinstance(inner, dict) else inner):
+        _find_containers(item, found)
 
 
 def _ids(container: Any) -> list[int]:

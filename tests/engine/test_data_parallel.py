@@ -104,9 +104,6 @@ def starts(rank: int, world_size: int) -> tuple[list[Any], str, torch.Tensor]:
     """The buffers; what is rejected; and what is dropped after a state that rank 0 saved, loaded by all."""
     torch.manual_seed(rank)
     model = OddBuffers()
-    for name in ("expanded", "rotation"):
-        buffer = model.get_buffer(name)
-        buffer.data = buffer.data + rank
     make_engine(model=model).close()
     buffers = [torch.view_as_real(b) if b.is_complex() else b.float() for b in model.buffers()]
     rejected = said(make_engine, {"gradient_accumulation": 1 + rank})

@@ -105,7 +105,12 @@ def _find_problems(inputs: PlanInputs, partition: Partition | None) -> Iterator[
             yield f"{name}: SyncBatchNorm needs all ranks, but other stages do not have the layer; use BatchNorm"
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and (module.sparse or module.scale_grad_by_freq):
             yield f"{name}: sparse=True and scale_grad_by_freq=True do not work under a pipeline; leave them out"
-    passed = partition.not_called(model) if partition else ()
+    if partition is None:
+        return
+    ranks, buffers = partition.holders(model), model.named_buffers(remove_duplicate=False)
+    if names := [n for n, x in buffers if n.rpartition(".")[2].startswith("running_") and len(ranks[id(x)]) > 1]:
+        yield f"{shorten(names)}: stages that share a norm would each keep running statistics; give each its own norm"
+    passed = partition.not_called(model)
     if names := [name or "the model itself" for name, module in passed if call_hooks(module)]:
         yield f"{shorten(names)}: it has hooks, but stages do not call it; register them on the modules inside it"
 

@@ -201,8 +201,11 @@ def _is_used(path: str, piece: Piece) -> bool:
     return any(is_within(path, use) for use in piece.uses)
 
 
-def find_pieces(model: nn.Module, partition: str | Sequence[str]) -> Sequence[Piece]:
+def find_pieces(model: nn.Module, partition: str | Sequence[str], count: int = 2) -> Sequence[Piece]:
     """The pieces of `model` by the config's `partition`.
+
+    Args:
+        count: the number of stages for which the error proposes split points.
 
     Raises:
         InputError: no partitioner knows the model, or it cannot be split in this way.
@@ -217,9 +220,20 @@ def find_pieces(model: nn.Module, partition: str | Sequence[str]) -> Sequence[Pi
             return list(pieces)
     which = "no partitioner knows" if partition == "auto" else f"the partitioner {partition!r} does not know"
     raise InputError(
-        f"{which} {type(model).__name__}; name the modules that start stages 1, 2, ..., as in partition=('layers.4',), "
-        f"or register a partitioner (see {page('Pipeline parallelism')})"
+        f"{which} {type(model).__name__}; name the modules that start a stage, as in partition="
+        f"{_propose(model, count)}, or register a partitioner (see {page('Pipeline parallelism')})"
     )
+
+
+def _propose(model: nn.Module, count: int) -> tuple[str, ...]:
+    """Split points for `count` stages, in the largest list of modules."""
+    rows = [
+        (sum(p.numel() for p in row.parameters()), [f"{name}.{key}".lstrip(".") for key in children_of(row)])
+        for name, row in model.named_modules()
+        if isinstance(row, (nn.ModuleList, nn.Sequential)) and len(row) >= count
+    ]
+    _, names = max(rows, default=(0, ["layers.4"] * count))
+    return tuple(names[len(names) * stage // count] for stage in range(1, count))
 
 
 def resolve(
@@ -234,7 +248,7 @@ def resolve(
     stages_text = f"pipeline.size={size}" + (f" x chunks={chunks}" if chunks > 1 else "")
     if not isinstance(partition, str) and len(partition) != count - 1:
         raise InputError(f"partition: {counted(len(partition), 'split point')}, but {stages_text} needs {count - 1}")
-    pieces = find_pieces(model, partition)
+    pieces = find_pieces(model, partition, count)
     if len(pieces) < count:
         names = ", ".join(piece.name for piece in pieces)
         raise InputError(f"{stages_text} needs {count} stages, but {type(model).__name__} has only the pieces {names}")

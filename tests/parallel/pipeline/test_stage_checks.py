@@ -35,6 +35,11 @@ def unknown() -> nn.Module:
     return Unknown(*deep())
 
 
+class NormTwice(Unknown):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self[3](self[2](self[1](self[2](self[0](x)))))
+
+
 def compiled() -> nn.Module:
     model = deep()
     model[0].compile()
@@ -70,13 +75,18 @@ REJECTED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "no partitioner": (
         unknown,
         pipe(),
-        "no partitioner knows Unknown; name the modules that start stages 1, 2, ..., as in partition=('layers.4',)",
+        "no partitioner knows Unknown; name the modules that start a stage, as in partition=('1',)",
     ),
     "wrong point": (unknown, pipe(partition=("block.3",)), "'block.3' is not a module of the model"),
     "too many points": (unknown, pipe(partition=("1", "2")), "partition: 2 split points, but pipeline.size=2 needs 1"),
     "non_split": (deep, pipe(non_split=("inputs",)), "has an argument 'inputs'; did you mean 'input'?"),
     "sparse": (lambda: nn.Sequential(nn.Embedding(8, 16, sparse=True), nn.Linear(16, CLASSES)), pipe(), SPARSE),
     "SyncBatchNorm": (lambda: deep(nn.SyncBatchNorm(16)), pipe(), "2: SyncBatchNorm needs all ranks"),
+    "statistics of two stages": (
+        lambda: NormTwice(*deep(nn.BatchNorm1d(16))),
+        pipe(partition=("1",)),
+        "2.running_mean, 2.running_var: stages that share a norm would each keep running statistics",
+    ),
     "compiled": (compiled, pipe(), "a compiled model cannot be split into stages; pass it uncompiled"),
     "hooks": (hooked, pipe(), "the model itself: it has hooks, but stages do not call it"),
     "criterion": (with_loss, pipe(), "criterion: no stage would have loss.weight, loss.bias, weights of the model"),
