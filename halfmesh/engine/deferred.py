@@ -98,12 +98,20 @@ def convert_to_meta(model: nn.Module, optimizer: Any, undo: ExitStack) -> None:
     by new tensors that get their values at once. Does nothing to a model with values.
 
     Raises:
-        InputError: a tensor has gradient hooks.
+        InputError: a tensor has gradient hooks, or its memory in common with another.
     """
-    ours = [(name, tensor) for name, tensor in named_tensors(model) if _view(tensor) is not None]
+    ours = {name: (tensor, view) for name, tensor in named_tensors(model) if (view := _view(tensor)) is not None}
     if not ours:
         return
-    if hooked := [name for name, tensor in ours if has_grad_hooks(tensor)]:
+    by_memory: dict[Any, list[str]] = {}
+    for name, (_, view) in ours.items():
+        by_memory.setdefault((view.recording, view.memory), []).append(name)
+    if shared := next((names for names in by_memory.values() if len(names) > 1), None):
+        raise InputError(
+            f"model: {shorten(shared)} were made under deferred_init and share one memory; make each a separate "
+            "parameter, or build the model without deferred_init"
+        )
+    if hooked := [name for name, (tensor, _) in ours.items() if has_grad_hooks(tensor)]:
         raise InputError(
             f"model: {shorten(hooked)} were made under deferred_init and have gradient hooks, which would be lost; "
             "register them after initialize"

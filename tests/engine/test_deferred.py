@@ -201,6 +201,12 @@ def hooked():
     return linear
 
 
+def views():
+    pair, flat = nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 7)), torch.empty(2, 7, 7).normal_()
+    pair[0].weight, pair[1].weight = map(nn.Parameter, flat)
+    return pair
+
+
 def test_what_is_rejected():
     with pytest.raises(ValueError, match="no such file") as raised:
         initialize(fails)
@@ -208,6 +214,7 @@ def test_what_is_rejected():
     assert "weight were made under deferred_init and have gradient hooks, which would be lost" in said(
         initialize, hooked
     )
+    assert "0.weight, 1.weight were made under deferred_init and share one memory" in said(initialize, views)
 
 
 # -- ranks -----------------------------------------------------------------------------------------------------------
