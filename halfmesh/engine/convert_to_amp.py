@@ -125,7 +125,11 @@ class AMPModel(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The state dict of the model itself, also where the wrapper is a submodule."""
-        return self.module.state_dict(*args, **kwargs)
+        state, prefix = self.module.state_dict(*args, **kwargs), kwargs.get("prefix", "")
+        versions = state._metadata  # of modules; under both names, to load into either
+        for key in [key for key in versions if f"{key}.".startswith(prefix)]:
+            versions[f"{prefix}module.{key[len(prefix) :]}".rstrip(".")] = versions[key]
+        return state
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Load as the model does, and update masters too. Messages use the model's names."""

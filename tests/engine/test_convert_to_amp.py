@@ -122,6 +122,26 @@ def test_the_wrapper_is_the_model_with_scopes_and_lists():
             assert (x @ x.T).dtype == FULL
 
 
+class Second(nn.Linear):
+    """The second version of a layer; weights of the first were half as large."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state, prefix, metadata, *args):
+        state[f"{prefix}weight"] = state[f"{prefix}weight"] * (1 if metadata.get("version") == 2 else 2)
+        super()._load_from_state_dict(state, prefix, metadata, *args)
+
+
+def test_a_wrapper_in_another_module_keeps_the_versions_of_its_modules():
+    model, alone = nn.Sequential(Second(3, 3)), nn.Sequential(Second(3, 3))
+    wrapped, *_ = convert_to_amp(model, sgd(model.parameters()), None, "torch", dtype="bfloat16")
+    weight, outer = model[0].weight.detach().clone(), nn.Sequential(wrapped)
+    outer.load_state_dict(outer.state_dict())
+    alone.load_state_dict(wrapped.state_dict())
+    assert torch.equal(model[0].weight, weight)
+    assert torch.equal(alone[0].weight, weight)
+
+
 def told(call, words):
     with pytest.raises(InputError, match=words):
         call()
