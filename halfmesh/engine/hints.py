@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ..amp.recipe import Recipe
 from ..amp.step_result import StepResult
 from ..errors import shorten
 from ..parallel.comm import same_on_ranks
@@ -41,6 +42,18 @@ _UNLIKE = (
     "the buffers %s change during training on each data rank, so they may differ between ranks. halfmesh averages only "
     "running_mean and running_var; all-reduce other buffers in the model"
 )
+_SLOW = (
+    "matrix products run in fp32 without TF32, at about an eighth of its speed. "
+    "torch.set_float32_matmul_precision('high'), before initialize, turns TF32 on, which rounds factors to 10 bits of "
+    "mantissa; bf16 is faster still"
+)
+
+
+def tell_of_slow_products(recipe: Recipe, device: torch.device) -> None:
+    """Log it if the GPU has TF32, and fp32 products do not use it: torch's default."""
+    uses = recipe.compute_dtype != torch.float32 or torch.backends.cuda.matmul.fp32_precision == "tf32"
+    if not uses and torch.cuda.is_available() and torch.cuda.get_device_capability(device) >= (8, 0):
+        _log.info("advice: %s", _SLOW)
 
 
 def tell_of_hooks(model: nn.Module, ranks: tuple[int, ...] | None) -> None:

@@ -43,7 +43,7 @@ from .ema import WeightAverage
 from .engine import Engine
 from .executor import DirectExecutor, ModelGuard, UncopiedHook, even_out
 from .guards import ForwardWrites, GradientGuard, SameTrained
-from .hints import ChangedBuffers, CountedBatches, SameInputs
+from .hints import ChangedBuffers, CountedBatches, SameInputs, tell_of_slow_products
 from .launch import Launch
 from .lr_scheduler import LRAdvance, make_schedulers
 from .parallelize import ParallelModel, Plans, make_plans
@@ -151,6 +151,8 @@ def _initialize(given: _Given, config: Any, device: torch.device | str | None) -
         _log.info("%s", engine.plan)
         for advice in find_advice(setup) if setup.dims.grad_ranks > 1 else ():
             _log.info("advice: %s", advice)
+        if context.device.type == "cuda":
+            tell_of_slow_products(setup.recipe, context.device)
         owner = group if launch is None else launch.group
         if owner is not None:
             owner.failures.watch(engine, engine._progress)
@@ -207,7 +209,8 @@ def _make_engine(
     if "pipeline" in parallel_model.axes:
         from .pipeline_executor import PipelineExecutor
 
-        executor = PipelineExecutor(parallel_model, model, accumulation, context, config.parallel.pipeline)
+        piped = config.parallel.pipeline, setup.meets_in_forward
+        executor = PipelineExecutor(parallel_model, model, accumulation, context, *piped)
     else:
         executor = DirectExecutor(parallel_model, model, accumulation)
     parallel_model.checkpoint_and_compile(model)

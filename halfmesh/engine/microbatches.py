@@ -138,6 +138,14 @@ def join(outputs: Sequence[Any]) -> Any:
     return map_tensors(lambda _: next(joined), outputs[0])
 
 
+def adds_up(outputs: Sequence[Any], full: Any) -> bool:
+    """Return True if `outputs` of microbatches, joined along dim 0, have the shapes of `full`. No values are needed."""
+    try:
+        return _shapes(join(outputs)) == _shapes(full)
+    except (RuntimeError, ValueError):  # they cannot be joined
+        return False
+
+
 def _shapes(tree: Any) -> str:
     return repr(map_tensors(lambda tensor: tensor.shape, tree))
 
@@ -197,7 +205,7 @@ def reject_mixed_rows(model: nn.Module, pipeline: Pipeline, joined: Call, single
             can_run = list(map(pipeline.can_run, calls))  # each of them: ranks may ask each other
             if not all(gather_objects(all(can_run))):
                 continue
-            outputs, drew = _run(model, pipeline, calls)
+            outputs, drew, _ = _run(model, pipeline, calls)
             gap = nan if drew else _gap_of(*outputs) if pipeline.has_last else 0.0
             gaps, rounds = zip(*gather_objects((gap, half or rounds_products())), strict=True)
             if any(map(isnan, gaps)):
@@ -211,9 +219,25 @@ def reject_mixed_rows(model: nn.Module, pipeline: Pipeline, joined: Call, single
             return
 
 
-def _run(model: nn.Module, pipeline: Pipeline, calls: Sequence[Call]) -> tuple[list[Any], bool]:
-    """The output of each call, and True if one drew random numbers on this rank; all is restored."""
-    outputs, drew = [], False
+def needs_whole(model: nn.Module, pipeline: Pipeline, joined: Call, single: Sequence[Call], half: bool) -> bool | None:
+    """Return True if microbatches could change the outputs of the model in its present modes: those of some rows at
+    once, and in microbatches, differ by more than rounding, or forward draws random numbers or writes state. None if
+    nothing can be said, because all outputs are 0 or nan.
+
+    All ranks that compute a batch together; arguments as of `reject_mixed_rows`.
+    """
+    outputs, drew, wrote = _run(model, pipeline, (joined, *single))
+    limit = HALF_TOLERANCE if half or rounds_products() else TOLERANCE
+    differs = drew or wrote or (pipeline.has_last and not _gap_of(*outputs) <= limit)
+    floats = [tensor for tensor in tensors_of(outputs[0]) if tensor.is_floating_point()]
+    is_empty = bool(floats) and not any(bool(tensor.nan_to_num(0.0, 0.0, 0.0).any()) for tensor in floats)
+    differs, is_empty = pipeline.on_any_rank(differs, is_empty)
+    return None if is_empty and not differs else differs
+
+
+def _run(model: nn.Module, pipeline: Pipeline, calls: Sequence[Call]) -> tuple[list[Any], bool, bool]:
+    """The output of each call, and True if one drew random numbers, or wrote state, on this rank; all is restored."""
+    outputs, drew, wrote = list[Any](), False, False
     for call in calls:
         # Uncompiled: torch.compile would compile again for these sizes, and with dynamic shapes from then on.
         with (
@@ -221,9 +245,9 @@ def _run(model: nn.Module, pipeline: Pipeline, calls: Sequence[Call]) -> tuple[l
             torch.compiler.set_stance("force_eager"),
             no_side_effects(model.modules(), pipeline.context.device) as effects,
         ):
-            outputs.append(pipeline.evaluate(call))
-            drew = drew or effects.drew()
-    return outputs, drew
+            outputs += pipeline.evaluate([call]) or [None]
+            drew, wrote = drew or effects.drew(), wrote or effects.wrote()
+    return outputs, drew, wrote
 
 
 def _gap_of(joined: Any, *single: Any) -> float:

@@ -27,7 +27,7 @@ from ..utils.tensors import leaves_of, map_tensors, parameter_names, tensors_of
 from ..utils.torch_private import BATCH_NORMS
 from .accumulation import Accumulation
 from .executor import random_numbers
-from .microbatches import BatchLoss, join, reject_mixed_rows, reject_other_loss
+from .microbatches import BatchLoss, adds_up, join, needs_whole, reject_mixed_rows, reject_other_loss
 from .parallelize import ParallelModel
 from .pipeline_handles import LastStageOutput, PipelineLoss, PipelineOutput
 
@@ -52,13 +52,18 @@ class _Forward:
 
 @dataclass(eq=False, repr=False)
 class PipelineExecutor:
-    """The executor of a rank that holds some stages of the model."""
+    """The executor of a rank that holds some stages of the model.
+
+    Attributes:
+        _meets_in_forward: data ranks wait for each other in forward.
+    """
 
     _parallel_model: ParallelModel
     _model: nn.Module
     _accumulation: Accumulation
     _context: ParallelContext
     _options: PipelineConfig
+    _meets_in_forward: bool
 
     def __post_init__(self) -> None:
         parallel_model, model, options = self._parallel_model, self._model, self._options
@@ -80,6 +85,8 @@ class PipelineExecutor:
         self._given = partial(SplitCall, parameter_names(model), non_split=options.non_split, name="engine(...)")
         self._has_run, self._split_batches = False, 0  # so far
         self._has_tried = options.microbatches in (None, 1)  # if the model mixes rows
+        # Of evaluation. None: not known yet. Data ranks, whose batches may have other rows, make equally many calls.
+        self._needs_whole = self._meets_in_forward or (None if params.tries else False)
         self._is_half = recipe.compute_dtype in HALF
         self._has_batch_norm = any(isinstance(module, BATCH_NORMS) for module in model.modules())
 
@@ -97,7 +104,8 @@ class PipelineExecutor:
         if self._model.training and torch.is_grad_enabled():
             return PipelineOutput(self._split(call))
         with self._scope():
-            output = self._pipeline.evaluate(call)
+            outputs = self._pipeline.evaluate(self._split_evaluation(call))
+        output = join(outputs) if len(outputs) > 1 else next(iter(outputs), None)
         if self._pipeline.has_last:
             self._compare_output(output)
         if self._options.eval_outputs == "all":
@@ -170,6 +178,33 @@ class PipelineExecutor:
             self._send_output(loss.output, last, forward)
         else:
             loss.output.drop()
+
+    # -- evaluation --------------------------------------------------------------------------------------------
+
+    def _split_evaluation(self, call: Call) -> Sequence[Call]:
+        """The microbatches of a batch to evaluate, of which the last one may be smaller; or the batch itself, if they
+        could change its output."""
+        given = self._given(call=call)
+        rows = given.rows or 1
+        most = -(-rows // (self._options.microbatches or 1))
+        sizes = [min(most, rows - begin) for begin in range(0, rows, most)]
+        if self._needs_whole or len(sizes) == 1:
+            return [call]
+        try:
+            calls = given.split(sizes)
+        except InputError:  # an argument has no batch dim
+            return [call]
+        if any(self._pipeline.on_any_rank(any(module.training for module in self._model.modules()))):
+            return [call]
+        if not (self._pipeline.can_run(calls[0]) and self._pipeline.can_run(calls[-1])):
+            return [call]
+        full, *parts = (self._pipeline.look_up(each).stages[-1] for each in (call, *calls))
+        if not adds_up(parts, full):
+            return [call]
+        if self._needs_whole is None:
+            joined = given.first(sum(sizes[:2]))
+            self._needs_whole = needs_whole(self._model, self._pipeline, joined, calls[:2], self._is_half)
+        return calls if self._needs_whole is False else [call]
 
     # -- before backward ---------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from halfmesh.parallel.pipeline.schedules import forward_order
 from tests.support.models import CLASSES, FEATURES, make_data, make_loader, said
 from tests.support.pipeline_parts import SCHEDULES, Deep, make, pipe, step
 from tests.support.ranks import here, rank_device, run_ranks
@@ -46,9 +47,6 @@ def test_reading_on_one_rank_does_not_hang():
     assert first["read"][0][2] == model(x).argmax(1).tolist()
 
 
-# -- what the model returns ------------------------------------------------------------------------------------------
-
-
 # -- evaluation ------------------------------------------------------------------------------------------------------
 
 
@@ -68,36 +66,169 @@ def test_evaluation_gives_the_last_stage_its_outputs_at_once():
     assert all("only the ranks with the last stage have the output" in message for message in first)
 
 
+LOOPED, IN_A_V = [0, 1, 0, 1, 0, 1], [0, 1, 2, 2, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "count", "ticks"),
+    [([0, 1, 2, 3], 5, 5 + 3), ([0, 1, 2, 3], 1, 4), (LOOPED, 4, 3 * 4 + 1), (IN_A_V, 6, 2 * 6 + 4), ([0, 1], 7, 8)],
+)
+def test_the_order_of_forwards_keeps_all_ranks_busy(ranks, count, ticks):
+    order, done = list(forward_order(ranks, count)), [0] * len(ranks)
+    assert len(order) == ticks, "each rank computes without a pause once it has begun, or nearly so"
+    for tick in order:
+        assert len({ranks[stage] for stage, _ in tick}) == len(tick), "a rank computes one at a time"
+        assert all(done[stage] < (done[stage - 1] if stage else count) for stage, _ in tick), "it has its input"
+        for stage, number in tick:
+            assert number == done[stage]
+            done[stage] += 1
+    assert done == [count] * len(ranks)
+
+
 ROWS = 7, 1
 
 
 def evaluated(rank: int, world_size: int) -> tuple[list[Any], list[str]]:
-    """The outputs under every schedule, and the messages of one evaluation on the last stage alone."""
-    found, messages = [], []
+    """The outputs under every schedule; and the forwards and messages of one evaluation for the last stage alone."""
+    found, events = [], list[str]()
     for schedule, options in SCHEDULES.items():
         engine = make(pipe(microbatches=4, schedule=schedule, eval_outputs="all", **options)).eval()
         found.append([engine(here(make_data(rows)[0])) for rows in ROWS])
         engine.close()
     engine, x = make(pipe(microbatches=4)).eval(), here(make_data(7)[0])
-    engine(x)  # compares what ranks were given
+    engine(x)  # compares what ranks were given, and tries microbatches
+    stage = next(iter(engine._executor.stages))
     with pytest.MonkeyPatch.context() as patch:
+
+        def note(owner: Any, name: str, says: Callable[..., str]) -> None:
+            inner = getattr(owner, name)
+            patch.setattr(owner, name, lambda *args, **more: events.append(says(*args)) or inner(*args, **more))
+
+        note(stage, "compute", lambda call, _: f"{len(call.args[0])} rows")
+        for name in ("isend", "irecv"):
+            note(dist, name, lambda tensor, *_, name=name: f"{name} {len(tensor)}")
         for name in ("send", "recv", "broadcast", "all_reduce", "all_gather_object", "broadcast_object_list"):
-            inner = getattr(dist, name)
-            patch.setattr(
-                dist, name, lambda *args, name=name, inner=inner, **more: messages.append(name) or inner(*args, **more)
-            )
+            note(dist, name, lambda *_, name=name: name)
         engine(x)
     engine.close()
-    return found, messages
+    return found, events
 
 
 @pytest.mark.promise("arguments without a batch dimension, outputs on request")
-def test_evaluation_gives_the_outputs_of_one_process_and_sends_activations_alone():
-    (found, sent), (others, received) = run_ranks(evaluated, 2)
+def test_evaluation_gives_the_outputs_of_one_process_and_sends_on_each_microbatch():
+    """So that the next stage computes it while this one computes the following one. One number tells if all modules of
+    all ranks are in evaluation mode."""
+    (found, first), (others, second) = run_ranks(evaluated, 2)
     with torch.no_grad():
         expected = [Deep()(make_data(rows)[0]) for rows in ROWS]
     torch.testing.assert_close([found, others], [[expected] * len(SCHEDULES)] * 2)
-    assert (sent, received) == (["send"], ["recv"])
+    assert first == ["all_reduce", *(event for n in (2, 2, 2, 1) for event in (f"{n} rows", f"isend {n}"))]
+    assert second == ["all_reduce", *(event for n in (2, 2, 2, 1) for event in (f"irecv {n}", f"{n} rows"))]
+
+
+class Mixes(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.training else x - x.mean(0)
+
+
+class Doubles(nn.Module):
+    """Returns something beside its output."""
+
+    def __init__(self, beside: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.beside = beside
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return x, self.beside(x)
+
+
+class Counts(nn.Module):
+    """Carries a number from batch to batch, in a buffer or an attribute."""
+
+    def __init__(self, start: int | torch.Tensor) -> None:
+        super().__init__()
+        if isinstance(start, torch.Tensor):
+            self.register_buffer("steps", start)
+        else:
+            self.steps = start
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.steps += 1
+        return x * self.steps
+
+
+def layers(*more: nn.Module, bias: bool = True) -> nn.Module:
+    torch.manual_seed(0)
+    *middle, last = more or (nn.Identity(),)
+    first = nn.Linear(FEATURES, 16, bias=bias), nn.GELU()
+    return nn.Sequential(*first, *middle, nn.Linear(16, CLASSES, bias=bias), last)
+
+
+NOTHING = nn.Identity()
+WHOLE: dict[str, Callable[[], nn.Module]] = {
+    "mixed rows": lambda: layers(Mixes(), NOTHING),
+    "mixed rows, after outputs of zero": lambda: layers(Mixes(), NOTHING, bias=False),
+    "a mean": lambda: layers(Doubles(lambda x: x.mean())),
+    "a table": lambda: layers(Doubles(lambda x: x.T @ x)),
+    "rows second": lambda: layers(Doubles(lambda x: x.T)),
+    "the number of rows": lambda: layers(Doubles(len)),
+    "BatchNorm in training mode": lambda: layers(nn.BatchNorm1d(CLASSES)),
+    "a counter in the last stage": lambda: layers(Counts(0)),
+    "a buffer": lambda: layers(Counts(torch.zeros(())), NOTHING),
+}
+"""Models whose microbatches do not give the output of a batch."""
+SPLIT: dict[str, Callable[[], nn.Module]] = {
+    "plain": layers,
+    "plain, after outputs of zero": lambda: layers(bias=False),
+    "BatchNorm": lambda: layers(nn.BatchNorm1d(16), NOTHING),
+}
+
+
+def evaluations_of(rank: int, world_size: int) -> dict[str, Any]:
+    """The rows of each forward on the first stage in the second evaluation, and the outputs of both."""
+    found, x = {}, here(make_data(8)[0])
+    for name, build in (WHOLE | SPLIT).items():
+        engine = make(pipe(microbatches=4), build()).eval()
+        if "training mode" in name and engine.context.is_last_stage:
+            engine.model[-1].train()  # the other rank has to know
+        if "zero" in name:
+            engine(torch.zeros_like(x))
+        once, rows = engine(x), list[int]()
+        if engine.context.pp_rank == 0:
+            engine.model[0].register_forward_hook(lambda module, args, output, rows=rows: rows.append(len(output)))
+        found[name] = rows, [once, engine(x)]
+        engine.close()
+    return found
+
+
+def test_what_microbatches_would_change_is_evaluated_whole():
+    first, second = run_ranks(evaluations_of, 2)
+    x = make_data(8)[0]
+    for name, build in (WHOLE | SPLIT).items():
+        model = build().eval()
+        model[-1].train("training mode" in name)
+        with torch.no_grad():
+            expected = [model(x), model(x)]
+        torch.testing.assert_close(second[name][1], expected, msg=lambda text, name=name: f"{name}: {text}")
+        assert first[name][0] == ([8] if name in WHOLE else [2] * 4), name
+
+
+def of_uneven_ranks(rank: int, world_size: int) -> list[Any]:
+    """What one data rank has of each batch, whose rows are other ones on the other data rank."""
+    found, x = [], make_data(8)[0]
+    for data in ("replicate", "fsdp"):
+        engine = make({"parallel": {"pipeline": {"size": 2, "microbatches": 2}, "data": data}}, layers()).eval()
+        outputs = [engine(here(x[:rows])) for rows in (4, 1 + 3 * engine.context.dp_rank)]
+        found += outputs if engine.context.is_last_stage else []
+        engine.close()
+    return found
+
+
+def test_data_ranks_whose_batches_have_other_rows():
+    """2 microbatches on one, 1 on the other: under fsdp they wait for each other in forward."""
+    found = [outputs for outputs in run_ranks(of_uneven_ranks, 4) if outputs]
+    expected = layers().eval()(make_data(8)[0]).detach()
+    torch.testing.assert_close(found, [[expected[:4], expected[:rows]] * 2 for rows in (1, 4)])
 
 
 class Recorded(nn.Dropout):
@@ -210,9 +341,6 @@ def test_ragged_last_batches_are_run_in_other_microbatches_or_rejected(schedule)
     assert expected["seen"] == 22
     for found in run_ranks(tails, 2, pipe(microbatches=4, schedule=schedule, **SCHEDULES[schedule])):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-
-
-# After batches of 8 in 4 microbatches, rows of a batch and into how many microbatches it is split, none larger.
 
 
 # After batches of 8 in 4 microbatches, rows of a batch and into how many microbatches it is split.

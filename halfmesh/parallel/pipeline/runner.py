@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -18,7 +19,7 @@ from ..rng import IsolatedRNG
 from ..trial import meta_copy, run_without_data
 from .axis import StageParameters
 from .partition import Call, plain_attributes, plain_values, signature_of
-from .schedules import TorchSchedule
+from .schedules import TorchSchedule, forward_order
 from .stage import Batch, ForwardContext, Stage, StageModule, on_wire, pack, restore
 
 _MOST_SHAPES = 64
@@ -166,6 +167,15 @@ class Pipeline:
             return False
         return True
 
+    def on_any_rank(self, *flags: bool) -> list[bool]:
+        """For each of `flags`, True if it is set on a rank that computes the same batch. All of these ranks together;
+        it waits for the device."""
+        counts = torch.tensor(flags, dtype=torch.int32, device=self.context.device)
+        for axis in self.context.sizes:
+            if axis != "dp":
+                self.context.all_reduce(counts, axis)
+        return [count > 0 for count in counts.tolist()]
+
     def modes(self) -> str:
         """A key of the model's computation: the modules in training mode, and plain attributes of traced ones."""
         training = "".join("01"[module.training] for module in self._model.modules())
@@ -207,27 +217,42 @@ class Pipeline:
                     module.batch = None
 
     @torch.no_grad()
-    def evaluate(self, call: Call) -> Any:
-        """The model's output for `call`, without gradients; None on ranks without the last stage."""
-        trees, ranks, me = self.look_up(call).stages, self._partition.ranks, self.context.pp_rank
-        given: list[torch.Tensor] = []
+    def evaluate(self, calls: Sequence[Call]) -> list[Any]:
+        """The model's output for each of `calls`, without gradients; an empty list on ranks without the last stage.
+
+        Stages compute different calls at once.
+        """
+        known = [self.look_up(call).stages for call in calls]
+        ranks, me = self._partition.ranks, self.context.pp_rank
+        last, outputs = len(ranks) - 1, []
+        inputs: dict[int, list[list[torch.Tensor]]] = defaultdict(list)  # of each stage, in order
         with self._one_batch():
-            for stage, rank in enumerate(ranks):
-                source = ranks[stage - 1] if stage else rank
-                if rank == me != source:
-                    wire = on_wire(trees[stage - 1], self._forward_context.sent)
-                    given = [torch.empty_like(tensor, device=self.context.device) for tensor in wire]
-                    for tensor in given:
-                        dist.recv(tensor, group=self._group, group_src=source)
-                elif source == me != rank:
-                    for tensor in given:
-                        dist.send(tensor, group=self._group, group_dst=rank)
-                if rank == me:
-                    output = self._modules[stage].compute(call, restore(given, trees[stage - 1]) if stage else None)
-                    if stage == len(ranks) - 1:
-                        return output
-                    given = pack(output, trees[stage], self._forward_context.sent)
-        return None
+            for tick in forward_order(ranks, len(calls)):
+                given: dict[int, list[torch.Tensor]] = {}
+                for stage, number in tick:
+                    if ranks[stage] == me:
+                        trees = known[number]
+                        activations = restore(inputs[stage].pop(0), trees[stage - 1]) if stage else None
+                        output = self._modules[stage].compute(calls[number], activations)
+                        if stage == last:
+                            outputs.append(output)
+                        else:
+                            given[stage] = pack(output, trees[stage], self._forward_context.sent)
+                works: list[dist.Work | None] = []
+                # By the stage, on all ranks: messages that two ranks send to each other must not wait for each other.
+                for stage, number in (each for each in tick if each[0] != last):
+                    source, target = ranks[stage], ranks[stage + 1]
+                    if source != target and source == me:
+                        works += [dist.isend(t, group=self._group, group_dst=target) for t in given[stage]]
+                    elif source != target and target == me:
+                        wire = on_wire(known[number][stage], self._forward_context.sent)
+                        given[stage] = [torch.empty_like(t, device=self.context.device) for t in wire]
+                        works += [dist.irecv(t, group=self._group, group_src=source) for t in given[stage]]
+                    if target == me:
+                        inputs[stage + 1].append(given[stage])
+                for work in filter(None, works):
+                    work.wait()
+        return outputs
 
     @contextmanager
     def _one_batch(self) -> Iterator[None]:

@@ -92,6 +92,24 @@ def _has_items_of_rows(tree: Any, rows: int) -> bool:
     return (is_list and not has_rows) or any(_has_items_of_rows(item, rows) for item in items)
 
 
+def forward_order(ranks: Sequence[int], count: int) -> Iterator[list[tuple[int, int]]]:
+    """The order of `count` forwards through all stages, without a backward, as ticks in which ranks compute at once.
+
+    A tick is the stages that compute in it, each with the number of its next microbatch: for each rank the last stage
+    that has an input.
+
+    Args:
+        ranks: the rank of each stage.
+    """
+    done = [0] * len(ranks)
+    while done[-1] < count:
+        ready = (stage for stage in range(len(ranks)) if done[stage] < (done[stage - 1] if stage else count))
+        tick = sorted({ranks[stage]: stage for stage in ready}.values())
+        yield [(stage, done[stage]) for stage in tick]
+        for stage in tick:
+            done[stage] += 1
+
+
 def _loss(output: Any, target: Any) -> Any:
     return (output[0] if isinstance(output, tuple) else output).sum()  # of one element; no view, which torch detaches
 
