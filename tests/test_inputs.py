@@ -7,12 +7,14 @@ from collections import OrderedDict
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn, optim
 from torch.utils.data import TensorDataset
 
 import halfmesh
 from halfmesh.errors import ConfigError, IncompatibleConfigError, InputError
-from tests.support.models import FP16_NAIVE, FP16_TORCH, MLP, adamw, make_data, make_loader, sgd
+from tests.support.models import FP16_NAIVE, FP16_TORCH, MLP, adamw, make_data, make_loader, said, sgd
+from tests.support.ranks import run_ranks
 
 NAIVE_BF16 = {"bf16": {"mode": "naive"}}
 
@@ -59,6 +61,40 @@ class Wrapper(optim.Optimizer):
         return self.inner.step(closure)
 
 
+class NeedsClosure(optim.SGD):
+    """As SAM."""
+
+    def step(self, closure=None):
+        assert closure is not None, "SAM needs one"
+        return super().step(closure)
+
+
+class DistMuon(optim.SGD):
+    """As nanochat's and modded-nanogpt's."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                dist.reduce_scatter_tensor(param.grad[:1], param.grad, op=dist.ReduceOp.AVG)
+
+
+class DistAdamW(optim.SGD):
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.finish([dist.all_reduce(p.grad, async_op=True) for group in self.param_groups for p in group["params"]])
+
+
+class Prodigy(optim.SGD):
+    """Sums a number over the ranks. Call all_reduce(grads) yourself if you train on several ranks."""
+
+    def step(self, closure=None):
+        total = sum(float(p.grad.norm()) for group in self.param_groups for p in group["params"])
+        assert total, "dist.all_reduce(p.grad) first"
+        if closure is None and dist.is_initialized():
+            dist.all_reduce(torch.tensor([total]))  # not dist.all_reduce(p.grad)
+        return super().step(closure)
+
+
 STEP_LR = lambda o: optim.lr_scheduler.StepLR(o, 1)  # noqa: E731
 PLATEAU = optim.lr_scheduler.ReduceLROnPlateau
 
@@ -79,6 +115,8 @@ PLATEAU = optim.lr_scheduler.ReduceLROnPlateau
         ({"optimizer": 0.1}, "optimizer: expected a torch.optim.Optimizer .*, but got a float"),
         ({"optimizer": sgd(MLP(seed=3).parameters())}, r"holds 9 parameters that .* not have: param_groups\[0\]"),
         ({"optimizer": Wrapper}, "Wrapper does not call .*Optimizer.__init__, .*pass the inner one"),
+        ({"optimizer": optim.LBFGS}, "LBFGS.step needs a closure, .*SGD, Adam or AdamW.*with LBFGS without"),
+        ({"optimizer": lambda p: NeedsClosure(p, lr=0.1)}, "NeedsClosure.step needs a closure, to compute the loss"),
         ({"criterion": "cross_entropy"}, "criterion: expected a callable .*, but got a str"),
         ({"criterion": nn.MSELoss}, r"the class MSELoss was given, not a criterion; write MSELoss\(\)"),
         ({"loader": TensorDataset(*make_data())}, "but got a TensorDataset; .* halfmesh.get_dataloader"),
@@ -90,6 +128,20 @@ PLATEAU = optim.lr_scheduler.ReduceLROnPlateau
 def test_rejections(options, message):
     with pytest.raises(InputError, match=f"(?s){message}"):
         start(**options)
+
+
+def optimizers_on_ranks(rank, world_size):
+    """What each is rejected with."""
+    return [said(start, optimizer=lambda p, kind=kind: kind(p, lr=0.1)) for kind in (DistMuon, DistAdamW, Prodigy)]
+
+
+@pytest.mark.distributed
+def test_an_optimizer_that_reduces_gradients_is_rejected_on_several_ranks():
+    for muon, its_adamw, prodigy in run_ranks(optimizers_on_ranks, 2):
+        assert "DistMuon reduces gradients or weights over ranks itself, which halfmesh already does" in muon
+        assert "data='zero1' shards its state" in its_adamw
+        assert prodigy == "nothing"
+    assert optimizers_on_ranks(0, 1) == ["nothing"] * 3, "in one process nothing is reduced twice"
 
 
 def test_loaders_of_timm():

@@ -198,7 +198,7 @@ class Engine(MixedPrecisionState):
         if not updates:
             return None
         try:
-            with self._explained():
+            with self._explained(in_step=True):
                 result = accumulation.step()
         except NonFiniteError as error:
             self._hooks.run("on_error", error)
@@ -569,6 +569,8 @@ class Engine(MixedPrecisionState):
             if not self._closed:
                 self._update.sync_writes()
         finally:
+            if self._closed:  # by an error, with which the groups stayed
+                self._ends.callback(self.context.close)
             self._closed = True
             self._ends.__exit__(None, None, None)
 
@@ -603,8 +605,8 @@ class Engine(MixedPrecisionState):
         self.context.agree_on_call(call.removesuffix("()"))
 
     @contextmanager
-    def _explained(self) -> Iterator[None]:
-        """A scope that raises InputError for a known error of torch, or adds to what it says."""
+    def _explained(self, in_step: bool = False) -> Iterator[None]:
+        """A scope that raises InputError for a known error of torch in forward or backward, or adds to what it says."""
         try:
             yield
         except torch.OutOfMemoryError as error:
@@ -614,8 +616,9 @@ class Engine(MixedPrecisionState):
             )
             raise
         except RuntimeError as error:
-            self._parallel.explain(error)
-            self._precision.explain(self.model, error)
+            if not in_step:
+                self._parallel.explain(error)
+                self._precision.explain(self.model, error)
             raise
 
 

@@ -220,7 +220,13 @@ class SameTrained:
         if len(context.stage_ranks) > 1:
             taking = {shard for shard, takes in trained if takes}
             flags = bytes(id(shard) in taking for shard in masters.shards)
-            same_trained([s.name for s in masters.shards], flags, context.stage_group, context.rank_names)
+            try:
+                same_trained([s.name for s in masters.shards], flags, context.stage_group, context.rank_names)
+            except RuntimeError as error:
+                raise InputError(
+                    f"requires_grad was changed on {context.rank_names.name(context.rank)}, but not on all ranks that "
+                    f"hold the same parameters: some did not compare it ({error}); {_ALIKE}"
+                ) from error
         reducer.set_params(masters.trained)
         # A parameter that is frozen within a cycle takes part until its end: the next backward covers again.
         self._trained = None if self._update.has_gradients else trained

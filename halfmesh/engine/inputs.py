@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+import re
+import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator, Sized
+from contextlib import suppress
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn, optim
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
@@ -28,6 +34,11 @@ from .guards import same_trained
 
 if TYPE_CHECKING:
     from ..config import Config
+
+
+_REDUCES = re.compile(r"[\w.]*\b(reduce_scatter\w*\(|all_reduce\w*\([^,()]*grad(?!\w*norm))")
+"""Calls by which an optimizer reduces gradients. (Sums of numbers and norms, and gathers of weights, may stay.)"""
+_NEEDS_CLOSURE = re.compile(r"assert closure\b|if (closure is None|not closure):\s*raise\b")
 
 
 def find_problems(model: Any, optimizer: Any, criterion: Any, recipe: Recipe, device: torch.device) -> Iterator[str]:
@@ -117,10 +128,19 @@ def _find_part_problems(optimizer: optim.Optimizer, model: nn.Module) -> Iterato
             "neither keep masters for it nor save it; if it wraps another optimizer, pass the inner one"
         )
         return
-    if type(optimizer).__module__.startswith("torch.distributed"):
+    name, code = type(optimizer).__name__, list(_code_of(type(optimizer)))
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if (closure is not None and closure.default is closure.empty) or any(map(_NEEDS_CLOSURE.match, code)):
         yield (
-            f"optimizer: {type(optimizer).__name__} communicates itself; pass the optimizer for one process. "
-            "parallel.data='zero1' shards its state over the ranks"
+            f"optimizer: {name}.step needs a closure, to compute the loss several times per update, but the engine "
+            f"steps once, after backward. Use SGD, Adam or AdamW, or train with {name} without an engine"
+        )
+    on_several = dist.is_initialized() and dist.get_world_size() > 1  # alone it has nothing to reduce
+    is_torchs = type(optimizer).__module__.startswith("torch.distributed")
+    if is_torchs or (on_several and any(map(_REDUCES.match, code))):
+        yield (
+            f"optimizer: {name} reduces gradients or weights over ranks itself, which halfmesh already does; pass the "
+            "optimizer for one process (Muon, not DistMuon). parallel.data='zero1' shards its state over the ranks"
         )
     if is_stepped(getattr(optimizer, "optimizer", optimizer)):  # convert_to_amp's optimizer has the given one
         yield "optimizer: another engine or convert_to_amp uses it; close() that first, or build a new optimizer"
@@ -131,6 +151,16 @@ def _find_part_problems(optimizer: optim.Optimizer, model: nn.Module) -> Iterato
             f"optimizer: it holds {counted(len(foreign), 'parameter')} that the model does not have: "
             f"{shorten(list(foreign))}; build it from model.parameters(), or pass a callable `params -> Optimizer`"
         )
+
+
+def _code_of(kind: type) -> Iterator[str]:
+    """The calls and conditions in an optimizer's class and in its bases that are not torch's, as far as known."""
+    for base in kind.__mro__:
+        if not base.__module__.startswith(("torch.optim", "builtins")):
+            with suppress(OSError, TypeError, SyntaxError):  # written in an interpreter, or in C
+                for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(base)))):
+                    if isinstance(node, (ast.Call, ast.Assert, ast.If)):
+                        yield ast.unparse(node)
 
 
 def find_other_problems(

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import halfmesh
+from halfmesh.amp.recipe import Recipe
+from halfmesh.engine.hints import tell_of_slow_products
 from halfmesh.errors import InputError
 from tests.support.models import (
     BF16_TORCH,
@@ -147,6 +151,48 @@ def test_it_says_what_the_plan_needs_and_what_finds_less(where):
     (note,) = raised.value.__notes__
     assert note.startswith("This engine needs 6.2 KiB per rank without activations: parameters 1.0 KiB, ")
     assert "`halfmesh plan`" in note
+
+
+def mixes(*_, **__):
+    return torch.ones(2, dtype=torch.float16) @ torch.ones(2)
+
+
+def test_an_error_of_the_optimizers_step_is_not_explained_as_one_of_forward():
+    step = type("MixedSGD", (torch.optim.SGD,), {"step": mixes})
+    with pytest.raises(RuntimeError, match="same dtype"):  # as torch says it
+        train(make_engine(FP16_NAIVE, optimizer=lambda p: step(p, lr=0.1)))
+    with pytest.raises(InputError, match=r"MixedMLP\): .* same dtype.* The mode casts"):
+        train(make_engine(FP16_NAIVE, model=type("MixedMLP", (MLP,), {"forward": mixes})()))
+
+
+def test_a_close_after_an_error_frees_the_groups():
+    """Which stayed, because the other ranks may have to hear of the error."""
+    for fails_in_an_end in (False, True):
+        engine = make_engine({"parallel": {"data": "fsdp"}})
+        if fails_in_an_end:
+            engine._ends.callback(lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError), engine:
+            assert fails_in_an_end or 1 / 0
+        assert dist.is_initialized()
+        engine.close()
+        assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("matmul", "dtype", "capability", "tells"),
+    [
+        ("none", torch.float32, 8, True),
+        ("tf32", torch.float32, 8, False),
+        ("none", torch.bfloat16, 8, False),
+        ("none", torch.float32, 7, False),
+    ],
+)
+def test_a_gpu_whose_products_do_not_use_tf32_gets_advice(matmul, dtype, capability, tells, monkeypatch, caplog):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: (capability, 0))
+    monkeypatch.setattr("torch.backends.cuda.matmul", SimpleNamespace(fp32_precision=matmul))
+    tell_of_slow_products(Recipe(compute_dtype=dtype, autocast=True), torch.device("cuda"))
+    assert tells == ("set_float32_matmul_precision('high')" in caplog.text)
 
 
 Z = torch.randn(6, 4, generator=torch.Generator().manual_seed(2))

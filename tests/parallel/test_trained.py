@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from halfmesh.distributed.local_ranks import free_port
 from tests.support.models import full_weights, make_data, make_engine, said, step_on
-from tests.support.ranks import here, run_ranks
+from tests.support.ranks import here, meet, run_ranks
+from tests.support.tensor_parity import rejection
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "fsdp": {"data": "fsdp"},
@@ -48,3 +52,22 @@ def test_unlike_ranks_are_rejected():
                 assert words in at_start
             assert "'2.weight' is trained on rank" in later, layout
             assert unchanged, layout
+
+
+def only_one(rank: int, world_size: int, port: int, folder: str) -> str:
+    meet(rank, world_size, folder)
+    x, y = here(make_data())
+    address, limit = f"tcp://localhost:{port}", timedelta(seconds=3)
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2, timeout=limit)
+    engine = make_engine({"timeout": 3.0}, model=make_model())
+    step_on(engine, x, y)
+    if rank == 1:
+        engine.model[2].requires_grad_(False)
+    return rejection(lambda: step_on(engine, x, y))
+
+
+@pytest.mark.distributed
+def test_one_rank_alone_ends_by_the_time_limit(tmp_path):
+    first, second = run_ranks(only_one, 2, free_port(), str(tmp_path), init=False, fresh=True)
+    assert second.startswith("InputError: requires_grad was changed on rank 1, but not on all ranks"), second
+    assert first.startswith(("RuntimeError", "DistBackendError")), first  # gloo's: it waits for the gradients of rank 1
