@@ -142,7 +142,7 @@ def verify(
     args: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Arguments of the script.")] = None,
     model: Annotated[str | None, typer.Option(metavar="MODEL", help=f"{MODEL}.")] = None,
     script: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Take the model from this training script, unchanged.")
+        Path | None, typer.Option(metavar="FILE", help="Run this training script unchanged, in place of a model.")
     ] = None,
     world_size: Annotated[int | None, typer.Option(metavar="N", help="Number of ranks of the layout.")] = None,
     updates: Annotated[int, typer.Option(metavar="N", min=1, help="How many updates to compare.")] = 2,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from ..compat import check_setup
 from ..config.composition import Setup
 from ..config.load import load_config
 from ..distributed.local_ranks import ENGINE, LocalRanks, RankError
-from ..errors import InputError, own_frames
+from ..errors import InputError, counted, own_frames
 from ..parallel.dims import in_words
 from ..utils.tensors import dtype_name
 from . import layout
@@ -24,7 +26,7 @@ from .record import Store
 from .report import Difference, Phase, VerifyReport
 from .run import compare, record
 from .script import Script
-from .subject import Case, Given, survey
+from .subject import Case, Given
 
 STRUCTURE, UPDATE = 1e-9, 1e-7
 """Allowed in float64, where noise is 1e-14 and faults are 1e-3; UPDATE relative to the way of the weights."""
@@ -77,17 +79,18 @@ def verify(
 def verify_script(config: Any, script: str | Path, args: Sequence[str] = (), **options: Any) -> VerifyReport:
     """Prove on this machine that a layout trains what a script trains as one process does.
 
-    The script runs in one process first, and verify keeps the batches that it uses. In each later process it runs until
-    it has made its model, optimizer and criterion, which train on the kept batches.
+    The script runs on the ranks of the layout first, and verify keeps the batches that each data rank uses. Then it
+    runs in one process, with the batches of all data ranks together, and on the ranks again, with the kept batches. So
+    seeds and batches may depend on the number of ranks.
 
     Args:
         config: a path, a dict or a Config. It decides precision and layout; its other keys go before the script's.
         script, args: run unchanged and several times, in separate processes. Their engines save nothing.
-        options: as of `verify`.
+        options: as of `verify`; after `updates` the script is ended.
 
     Raises:
         ConfigError: the config cannot be loaded.
-        InputError: the script fails, or its model cannot be trained in one process.
+        InputError: the script fails in the layout, or in one process.
     """
     path, wanted = Path(script), Options(**options)
     if not path.is_file():
@@ -142,39 +145,74 @@ class Work:
         options, dims = self.options, self.setup.dims
         case = Case(self.given, self.setup.config, dims.dp, options.updates, options.device, folder / "start")
         case.start.mkdir()
-        options.progress("1 rank: reading the model and the batches")
-        config, batch_norms, notes = self._alone(survey, case)
-        case, calls = replace(case, config=config, batch_norms=batch_norms), 1
-        name, kind = next(iter(batch_norms.items()), ("", ""))
+        case, notes = self._survey(case)
+        calls = case.config.gradient_accumulation if self.given.is_script else 1
+        name, kind = next(iter(case.batch_norms.items()), ("", ""))
         mixes = f"module {name!r} ({kind}) normalizes each rank's batch separately" if kind else ""
         if mixes or options.accumulated:
             calls = case.chunks * case.microbatches
             notes += [f"{mixes or 'as asked'}: {ACCUMULATED}"] if calls > 1 else []
         phase = self.structure(folder, case, calls)
+        notes += [file.read_text() for file in sorted(case.start.glob("*.note"))]
         yield replace(phase, notes=tuple(notes))
-        if phase.equal:
+        if phase.equal and (case.dtype is not None or case.config.precision):
             yield self.format(folder, case, calls)
 
+    def _survey(self, case: Case) -> tuple[Case, list[str]]:
+        """The case with what the first run finds, and notes. A script runs on all ranks."""
+        given, ranks, notes = self.given, self.setup.dims.world_size if self.given.is_script else 1, list[str]()
+        self.options.progress(f"{counted(ranks, 'rank')}: reading the model and the batches")
+        if not given.is_script:
+            known = [self._alone(given.survey, case)]
+        else:
+            try:
+                known = self._run(ranks, given.survey, (case,))
+            except RankError as error:
+                if case.dtype is not None and re.search("double|float64", error.reason, re.IGNORECASE):
+                    why = f"{given.path.name} sets dtypes itself: {error.reason}"
+                    case, notes = self._survey(replace(case, dtype=None))
+                    return case, [f"compared in float32, not float64, because {why}", *notes]
+                if error.rejection:
+                    raise
+                where = f"{given.path}, rank {error.rank} of the layout"
+                raise InputError(f"{where}: {own_frames(error.text)}") from None
+        batch_norms = {name: kind for _, found in known for name, kind in found.items()}
+        return replace(case, config=known[0][0], batch_norms=batch_norms), notes
+
     def structure(self, folder: Path, case: Case, calls: int) -> Phase:
-        """In float64."""
+        """In float64; in float32, of a script that sets dtypes itself."""
         began, path = time.monotonic(), folder / "structure"
         case = replace(case, config=layout.structure(case.config))
+        if case.dtype is None:
+            return replace(self.format(folder, case, calls), name="structure")
         self.options.progress("float64: one process")
         self._alone(record, case, path, calls)
         self.options.progress(f"float64: {self.setup.dims.world_size} ranks")
         phase = self._layout(case, path, calls, Limits(STRUCTURE, UPDATE, {}))
+        first = phase.first
+        if first is not None and first.cause.startswith("the criterion") and calls < case.chunks:
+            phase = replace(phase, first=replace(first, cause=first.cause + self._accumulated(folder, case)))
         return replace(phase, name="structure", dtype="float64", seconds=time.monotonic() - began)
+
+    def _accumulated(self, folder: Path, case: Case) -> str:
+        """Whether the result is that of one process that accumulates, for the cause of a difference."""
+        path, case = folder / "accumulated", replace(case, updates=1)
+        with suppress(InputError):  # a loop that clips by itself cannot do so after a part of an update
+            self._alone(record, case, path, case.chunks)
+            if self._layout(case, path, case.chunks, Limits(STRUCTURE, UPDATE, {})).equal:
+                return ": the result equals that of one process that accumulates the ranks' batches"
+        return ""
 
     def format(self, folder: Path, case: Case, calls: int) -> Phase:
         """In the config's format, compared with the same mode in one process."""
         began, path, recipe, precision = time.monotonic(), folder / "format", self.setup.recipe, case.config.precision
         case, eps = replace(case, config=layout.gentle(case.config), dtype=None), layout.rounding(self.setup)
-        if recipe.loss_scale is not None and recipe.loss_scale.dynamic:
+        if recipe.loss_scale is not None and recipe.loss_scale.dynamic and not self.given.is_script:
             case = replace(case, overflows=1, updates=max(3, case.updates + 1))
         name = f"{precision.label if precision else ''} {dtype_name(recipe.compute_dtype)}".strip()
         self.options.progress(f"{name}: one process")
         self._alone(record, case, path, calls)
-        least, parts = max(10 * eps, LEAST), case.chunks * case.microbatches
+        least, parts = max(10 * eps, LEAST), calls if self.given.is_script else case.chunks * case.microbatches
         moved = self._alone(compare, replace(case, eps=eps), path, calls, parts)
         found = estimates(Store(path), moved, least, case.config.loss_reduction)
         self.options.progress(f"{name}: {self.setup.dims.world_size} ranks")
@@ -216,6 +254,6 @@ class Work:
 
     def _run(self, world_size: int, function: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
         preload = (*ENGINE, "halfmesh.verify.run", self.given.preload)
-        group = world_size > 1 and not isinstance(self.given, Script)  # which may make its own
+        group = world_size > 1 and not self.given.is_script  # which makes its own
         with LocalRanks(world_size, self.options.device, preload) as ranks:
             return ranks.call(function, args, timeout=self.options.timeout, group=group)

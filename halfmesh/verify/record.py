@@ -17,6 +17,7 @@ from ..debug.probes import Probes, Visit
 from ..engine.engine import Engine
 from ..nn.loss import CHUNK
 from ..parallel.shard_spec import Placement, whole
+from ..utils.optimizer_state import parts_of
 from ..utils.tensors import count_rows, map_named, parameter_names, position_names
 
 
@@ -175,6 +176,14 @@ class EngineRecorder(Recorder):
         self._scope.callback(setattr, self._engine._update, "step", self._engine._update.step)
         self._engine._update.step = partial(self._step, self._engine._update.step)  # type: ignore[method-assign]
         self.weights("update", -1)
+
+    def finish(self, bends: bool) -> None:
+        """The run has ended; `bends`: see `Undropped`."""
+        self.detach()
+        self.sink.figures[0, 0, "bends"] = bends
+        self.sink.figures[0, 0, "rounds"] = any(
+            type(one).__name__ == "Muon" for one in parts_of(self._engine.optimizer)
+        )
 
     def before_forward(self, method: Any, args: Any, kwargs: Any) -> None:
         """See `EngineHook`."""

@@ -129,8 +129,8 @@ gradient update | copies | an all-reduce or a broadcast between these ranks is m
 gradient | factor | a sum or mean over ranks or microbatches is taken twice or not at all (x {factor:.4g}), or the \
 loss is a sum over samples | set loss_reduction='sum', or return a mean
 loss gradient | all rows | the criterion is not a mean over samples (different numbers of ignored targets, or samples \
-compared with each other) | return (sum, weight) and set loss_reduction='weighted'; if it should compare the samples \
-of one rank's batch, prove the rest with --accumulated (accumulated=True)
+compared with each other) | return (sum, weight) and set loss_reduction='weighted'; or, if it should compare the \
+samples of one rank's batch, prove the rest with --accumulated (accumulated=True)
 output | later | the module keeps state from an earlier call (an attribute, a cache), or draws random numbers | \
 keep no state of a batch; draw outside the model
 output | cp | tokens are combined outside attention, or positions start from 0 on each rank |

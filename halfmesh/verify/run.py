@@ -14,11 +14,12 @@ from torch.optim.lr_scheduler import LambdaLR
 from ..dry_run.model_spec import call_of
 from ..engine.initialize import initialize
 from ..parallel.shard_spec import whole
-from ..utils.optimizer_state import join_optimizers, parts_of
+from ..utils.optimizer_state import join_optimizers
 from ..utils.tensors import count_rows
 from . import layout
 from .compare import Comparison, Measures
 from .record import EngineRecorder, Key, Recorder, Sink, Store, loss_value
+from .script import ScriptRun
 from .subject import Case, Subject, Undropped, make_subject
 
 
@@ -43,11 +44,14 @@ def compare(case: Case, path: Path, calls: int, parts: int | None = None) -> Mea
 
 
 def train(case: Case, sink: Sink, calls: int | None = None) -> None:
-    """Train with an engine, or, for the reference in float64, in a plain loop.
+    """Train with an engine, or, for the reference in float64, in a plain loop; or run the script.
 
     Args:
         calls: of the model, for each update, if this is a reference.
     """
+    if case.given.is_script:
+        ScriptRun(case, sink, calls).run()
+        return
     subject = make_subject(case)
     if calls is None or case.dtype is None:
         _train(case, subject, sink, calls)
@@ -121,9 +125,7 @@ def _train(case: Case, subject: Subject, sink: Sink, calls: int | None) -> None:
                 with mode:
                     engine.backward(engine.criterion(engine(*args, **kwargs), *targets))
                 engine.step()
-        recorder.detach()
-    sink.figures[0, 0, "bends"] = mode.bends
-    sink.figures[0, 0, "rounds"] = any(type(part).__name__ == "Muon" for part in parts_of(engine.optimizer))
+        recorder.finish(mode.bends)
     engine.close()
 
 

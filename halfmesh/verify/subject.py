@@ -103,16 +103,22 @@ class Given:
 
     build: str | Callable[[], Any]
     optimizer: str | Callable[[Any], optim.Optimizer] | None = None
+    is_script = False
 
     @property
     def preload(self) -> str:
         """A module, or a function in one, for the server of processes."""
         return self.build if isinstance(self.build, str) else f"{self.build.__module__}:{self.build.__qualname__}"
 
-    def survey(self, case: Case) -> tuple[Config, nn.Module, dict[str, torch.Tensor], Sequence[Batch], list[str]]:
-        """The config, the model, the weights and batches of all runs, and what is to be noted."""
+    def survey(self, case: Case) -> tuple[Config, dict[str, str]]:
+        """Write weights and batches for all runs. Returns the settled config, and what `find_batch_norms` does. Raises
+        InputError if the builder is wrong."""
         subject = self.make(case)
-        return case.config, subject.model, dict(named_tensors(subject.model)), subject.batches, []
+        rows = count_rows(subject.batches[0])
+        if len(subject.batches) == 1 and rows < 2 and case.chunks > 1:
+            raise InputError("the batch has one row, which proves nothing; return several rows, or a list of batches")
+        torch.save((dict(named_tensors(subject.model)), subject.batches), case.start / "model")
+        return layout.settle(case.config, rows * case.data_ranks), find_batch_norms(subject.model)
 
     def make(self, case: Case) -> Subject:
         """Call the user's functions. Raises InputError if they return what cannot be trained."""
@@ -133,16 +139,9 @@ class Given:
         return Subject(built.model, batches, built.criterion, sgd)
 
 
-def survey(case: Case) -> tuple[Config, dict[str, str], list[str]]:
-    """Write weights and batches for all runs. Returns the settled config, the modules that normalize each batch
-    separately (their classes, by name), and notes. Raises InputError if builder or script is wrong."""
-    config, model, weights, batches, notes = case.given.survey(case)
-    rows = count_rows(batches[0])
-    if len(batches) == 1 and rows < 2 and case.chunks > 1:
-        raise InputError("the batch has one row, which proves nothing; return several rows, or a list of batches")
-    torch.save((weights, batches), case.start / "model")
-    batch_norms = {name: type(one).__name__ for name, one in model.named_modules() if isinstance(one, BATCH_NORMS)}
-    return layout.settle(config, rows * case.data_ranks), batch_norms, notes
+def find_batch_norms(model: nn.Module) -> dict[str, str]:
+    """The modules that normalize each batch separately: their classes, by name."""
+    return {name: type(module).__name__ for name, module in model.named_modules() if isinstance(module, BATCH_NORMS)}
 
 
 def make_subject(case: Case) -> Subject:

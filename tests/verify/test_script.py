@@ -1,7 +1,8 @@
-"""A user's script, unchanged: what it trains is equal in the layout, or that is said."""
+"""A user's script, unchanged: in the layout it computes what it computes in one process, or that is said."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ ZERO1 = {"parallel": {"data": "zero1"}}
 MLP_PLAN = {"size": 2, "plan": {"fc1": "colwise", "fc2": "rowwise"}}
 
 SCRIPT = """
-import argparse, pathlib, sys, time
+import argparse, atexit, pathlib, sys, time
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -40,29 +41,54 @@ class Model(nn.Module):
         super().__init__()
         self.first, self.norm = nn.Linear(8, 16), nn.LayerNorm(16)
         self.drop, self.head = nn.Dropout(0.3), nn.Linear(16, 4)
-    def forward(self, x, *, scale=1.0):
-        x = self.drop(self.norm(self.first(x * scale)))
+    def forward(self, x):
+        if kind == "crops": return sum(self.all(torch.cat([x[:, :4].repeat(1, 2), x])).chunk(2))
+        return self.all(x)
+    def all(self, x):
+        x = self.drop(self.norm(self.first(x)))
         return self.head(x - x.mean(0) if kind == "mixes" else x)
 
-data = torch.randn(64, 8), torch.randint(4, (64,))
-loader = DataLoader(TensorDataset(*data), batch_size=4, shuffle=True, num_workers=2 * (kind == "names"))
+generator = None if kind in ("unseeded", "unseeded loss", "own loader") else torch.Generator().manual_seed(0)
+count = 8 if kind == "short" else 64
+data = torch.randn(count, 8, generator=generator), torch.randint(4, (count,), generator=generator)
+loader = DataLoader(TensorDataset(*data), batch_size=4, shuffle=True, num_workers=2 * (kind == "by hand"))
+has_own_loader = kind in ("own loader", "unseeded loss")
 
 def criterion(output, target):
     output = output - output.mean(0) if kind == "in batch" else output
     return F.cross_entropy(output, target)
 
 model = Model()
+if kind == "batchnorm": model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4))
+if kind == "deferred":
+    with halfmesh.deferred_init(): model = Model()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 if kind == "muon":
     others = [param for param in model.parameters() if param.dim() != 2]
     optimizer = [torch.optim.Muon([model.first.weight, model.head.weight], lr=0.02), torch.optim.AdamW(others, lr=0.1)]
-engine = halfmesh.initialize(model, optimizer, criterion, loader, {"clip_grad_norm": 1.0})
+if kind == "clamps":
+    for param in model.parameters(): param.register_hook(lambda grad: grad.clamp(-0.001, 0.001))
+schedule = lambda optimizer, updates_per_epoch: torch.optim.lr_scheduler.LambdaLR(
+    optimizer, lambda update: 1 - update / updates_per_epoch)
+engine = halfmesh.initialize(
+    model, optimizer, criterion, None if has_own_loader else loader, {"clip_grad_norm": 1.0},
+    lr_scheduler=schedule if kind == "by hand" else None)
 if kind == "two": halfmesh.initialize(model, optimizer, criterion, None, {})
-for x, y in engine.dataloader:
+atexit.register(lambda: (here / f"ended {engine.context.rank}").touch())
+rank, size = engine.context.dp_rank, engine.context.dp_size
+own = [(data[0][i::size][:4], data[1][i::size][:4]) for i in range(rank, 64, 8)]
+for x, y in own if has_own_loader else engine.dataloader:
     engine.zero_grad()
-    output = engine(x, scale=0.5) if kind == "names" else engine(x)
-    loss = F.cross_entropy(output @ torch.eye(4), y) if kind == "own loss" else engine.criterion(output, y)
+    output = engine(x)
+    if kind == "dtypes": output = output @ torch.eye(4)
+    by_hand = kind in ("by hand", "sum", "unseeded loss")
+    loss = F.cross_entropy(output.float(), y, reduction="sum") if by_hand else engine.criterion(output, y)
+    if kind == "by hand": loss = loss / len(y)
     engine.backward(loss)
+    if kind == "crops":
+        engine.unscale_gradients()
+        torch.nn.utils.clip_grad_value_(engine.model.parameters(), 0.01)
+    if kind == "changes" and engine.context.rank: engine.model.head.weight.grad.mul_(1.5)
     engine.step()
     engine.save(here / "checkpoints")
 (here / "reached the end").touch()
@@ -73,47 +99,93 @@ for x, y in engine.dataloader:
 def verify(tmp_path):
     path = tmp_path / "train.py"
     path.write_text(SCRIPT)
-    return lambda kind, config=ZERO1, **options: verify_script(config, path, [kind], world_size=2, **options)
+    return lambda kind, config=ZERO1, size=2, **options: verify_script(config, path, [kind], world_size=size, **options)
 
 
-def test_a_script_is_equal_and_saves_nothing(verify, tmp_path):
-    report = verify("names")
+def test_a_script_in_the_layout_is_equal_and_ends_well(verify, tmp_path):
+    report = verify("plain")
     assert report.equal, str(report)
-    assert [(phase.name, phase.dtype) for phase in report.phases] == [("structure", "float64"), ("format", "float32")]
-    assert min(phase.compared for phase in report.phases) > 40
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["train.py"], "no checkpoint, and no update too many"
+    assert [(phase.name, phase.dtype, phase.compared) for phase in report.phases] == [
+        ("structure", "float64", report.phases[0].compared),
+        ("format", "float32", report.phases[0].compared),
+    ]
+    assert report.phases[0].compared > 40
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == ["ended 0", "ended 1", "train.py"], "atexit ran on each rank; no checkpoint, and no update too many"
 
 
 @pytest.mark.parametrize(
-    ("kind", "options", "note"),
+    ("kind", "config", "size", "options", "note"),
     [
-        ("own loss", {}, "its loss is not that of engine.criterion(engine(...), ...): another one took its place"),
-        pytest.param("muon", {}, "", marks=SLOW),
-        pytest.param("in batch", {"accumulated": True}, "as asked: compared with one process", marks=SLOW),
+        ("by hand", ZERO1, 2, {"updates": 2}, "its optimizer's settings depend on the number of ranks: all runs used"),
+        ("unseeded", ZERO1, 2, {}, ""),
+        pytest.param("crops", {}, 2, {}, "", marks=SLOW),
+        ("own loader", ZERO1, 2, {}, "its batches differ from run to run: all runs used those of the first"),
+        pytest.param("muon", {}, 2, {}, "", marks=SLOW),
+        pytest.param("in batch", {}, 2, {"accumulated": True}, "as asked: compared with one process", marks=SLOW),
+        pytest.param("batchnorm", {"parallel": {"pipeline": {"size": 2, "microbatches": 2}}}, 4, {}, "", marks=SLOW),
+        pytest.param("deferred", ZERO1, 2, {}, "", marks=SLOW),
     ],
 )
-def test_other_scripts_are_equal(verify, kind, options, note):
-    report = verify(kind, updates=1, **options)
+def test_other_scripts_are_equal(verify, kind, config, size, options, note):
+    report = verify(kind, config, size, **{"updates": 1, **options})
     assert report.equal, str(report)
     assert note in "".join(report.phases[0].notes)
 
 
-def test_rows_that_are_mixed_are_found_in_their_module(verify):
-    first = verify("mixes").first
-    assert (first.what, first.step, "whose input" in first.where, "head" in first.where) == ("output", 0, True, True)
+@pytest.mark.parametrize(
+    ("kind", "what", "words"),
+    [
+        ("mixes", "output", "whose input"),
+        ("sum", "gradient", "are 0.5 x the reference's"),
+        ("clamps", "gradient", ""),
+        ("changes", "gradient", "hold the same part of head.weight, but its gradient differ on rank 1"),
+    ],
+)
+def test_a_mistake_in_the_loop_is_found(verify, kind, what, words):
+    first = verify(kind, {}, updates=1).first
+    assert (first.what, first.step) == (what, 0)
+    assert words in first.where
+
+
+def test_a_loss_of_tensors_that_cannot_be_exchanged_is_rejected(verify):
+    with pytest.raises(InputError, match=r"in one process the model gets the batches of all .*compute the loss with"):
+        verify("unseeded loss")
+    with pytest.raises(InputError, match=r"computes its loss itself, but in one process the model gets"):
+        verify("unseeded loss", accumulated=True)
+
+
+def test_a_loop_with_dtypes_of_its_own_is_compared_in_float32(verify):
+    report = verify("dtypes")
+    assert report.equal, str(report)
+    assert [(phase.name, phase.dtype) for phase in report.phases] == [("structure", "float32")]
+    assert "compared in float32, not float64, because" in report.phases[0].notes[0]
+    assert "double != float" in report.phases[0].notes[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "updates", "message"),
+    [
+        ("exit", 1, r"train.py ends without creating an engine: it calls sys.exit\('no data'\)"),
+        ("short", 3, "train.py ends after 1 of 3 updates: it has no more to do\nGive fewer --updates"),
+        ("two", 1, "train.py creates a second engine"),
+    ],
+)
+def test_a_script_that_cannot_be_verified_says_why(verify, kind, updates, message):
+    report = verify(kind, updates=updates)
+    assert not report.equal
+    assert re.search(message, "\n".join(report.problems)), report.problems
 
 
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("exit", r"train.py ends without an update of an engine: it calls sys.exit\('no data'\)"),
-        ("two", "train.py creates a second engine"),
-        ("raise", r"(?s)train.py.*KeyError: 'data'"),
-        pytest.param("hang", r"(?s)had not ended after 8 s.*train.py", marks=SLOW),
+        ("raise", "KeyError: 'data'"),
+        pytest.param("hang", r"had not ended after 8 s.*train.py", marks=SLOW),
     ],
 )
-def test_a_script_that_cannot_be_verified_says_why(verify, kind, message):
-    with pytest.raises(InputError, match=message):
+def test_a_script_that_fails_or_hangs_ends_with_its_error(verify, kind, message):
+    with pytest.raises(InputError, match=rf"(?s)train.py, rank [01] of the layout: .*{message}"):
         verify(kind, timeout=8 if kind == "hang" else 100)
 
 
@@ -122,22 +194,18 @@ def test_a_script_that_is_not_there(tmp_path):
         verify_script(ZERO1, tmp_path / "missing.py", world_size=2)
 
 
-def test_the_verified_config_decides_and_the_script_gets_that_of_one_process_without_checkpoints():
+def test_the_verified_config_decides_and_goes_before_the_scripts_and_the_reference_has_no_layout():
     script = {"fp16": {"mode": "naive"}, "parallel": {"tensor": 4}, "clip_grad_norm": 2.0, "LR": 3.0, "EPOCHS": 7}
     script |= {"checkpoint": {"directory": "runs"}, "resume": "auto", "gradient_accumulation": 3}
-    config = {"bf16": {"mode": "naive"}, "parallel": {"data": "zero1"}, "LR": 1.0}
+    config = {"parallel": {"data": "zero1"}, "LR": 1.0}
     given = Script(Path("train.py"), (), config, ("clip_grad_norm.norm_type=1", "EPOCHS=8"))
-    run = ScriptRun(Case(given, load_config(config), 2, 2, "cpu", Path("start")), trains=True)
-    alone, merged = run.build(script), run.config
-    assert (alone.precision, alone.parallel.data.strategy, alone.checkpoint, alone.resume) == (
-        None,
-        "replicate",
-        None,
-        None,
-    )
-    assert (merged.precision.label, merged.parallel.tensor.size, merged.parallel.data.strategy) == ("naive", 1, "zero1")
-    assert (merged.clip_grad_norm.max_norm, merged.clip_grad_norm.norm_type) == (2.0, 1.0)
-    assert (merged.LR, merged.EPOCHS, merged.gradient_accumulation) == (1.0, 8, 3)
+    case = Case(given, load_config(config), 2, 2, "cpu", Path("start"))
+    for calls, strategy in ((None, "zero1"), (3, "replicate")):
+        built = ScriptRun(case, None, calls).build(script)
+        assert (built.precision, built.parallel.tensor.size, built.parallel.data.strategy) == (None, 1, strategy)
+        assert (built.clip_grad_norm.max_norm, built.clip_grad_norm.norm_type) == (2.0, 1.0)
+        assert (built.LR, built.EPOCHS, built.gradient_accumulation) == (1.0, 8, 3)
+        assert (built.checkpoint, built.resume) == (None, None)
 
 
 SMALL_GPT = ["--max-bytes", "20000", "--context", "16", "--width", "16", "--validation-windows", "4"]
@@ -149,10 +217,10 @@ SMALL_GPT = ["--max-bytes", "20000", "--context", "16", "--width", "16", "--vali
     [
         ("own_loop/mnist_after.py", [], {"parallel": {"tensor": MLP_PLAN}}, [], ""),
         ("own_loop/nanogpt_after.py", ["--eval-interval", "1"], {"parallel": {"data": "fsdp"}}, [], ""),
-        ("own_loop/dino_after.py", [], {"fp16": {"mode": "torch"}}, [], "another one took its place"),
+        ("own_loop/dino_after.py", [], {"fp16": {"mode": "torch"}}, [], ""),
         ("own_loop/modded_after.py", [], {"bf16": {"mode": "torch"}}, [], ""),
         ("own_loop/imagenet_after.py", ["--batch-size", "16"], ZERO1, [], "module '0.bn1' (BatchNorm2d) normalizes"),
-        ("train_vit.py", ["--limit", "64"], CONFIGS / "torch_bf16.py", ["BATCH_SIZE=8"], ""),
+        ("train_vit.py", ["--limit", "64"], CONFIGS / "torch_bf16.py", ["BATCH_SIZE=8"], "settings depend on the"),
         ("train_gpt.py", SMALL_GPT, CONFIGS / "pipeline.py", ["BATCH_SIZE=4"], ""),
     ],
 )
