@@ -156,7 +156,7 @@ def _initialize(given: _Given, config: Any, device: torch.device | str | None) -
         owner = group if launch is None else launch.group
         if owner is not None:
             owner.failures.watch(engine, engine._progress)
-        context.begin_calls()
+        context.begin_calls(owner)
         if settings.resume is not None and (folder := find_resumed(settings, context)) is not None:
             engine.load(folder)
     except BaseException as error:

@@ -7,7 +7,7 @@ import math
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -16,11 +16,21 @@ import torch
 import torch.distributed as dist
 
 from ..distributed.env import list_ranks, ranks_by_value
+from ..distributed.failures import ANSWER_S
 from ..errors import InputError, shorten, show
+from ..utils.log import get_logger
 from ..utils.tensors import digest, has_values, tensors_of
 
 if TYPE_CHECKING:
     from .mesh import ParallelContext
+
+_log = get_logger(__name__)
+LOOK_S = 0.5
+"""Seconds between two checks for ranks that have ended."""
+PATIENCE_S = 10.0
+"""Seconds after which a warning names the ranks that are missing."""
+LOST = ": connection reset by peer: "
+"""In problems of ranks that have failed."""
 
 
 def is_simulated(group: dist.ProcessGroup | None = None) -> bool:
@@ -175,44 +185,88 @@ def get_within(store: Any, key: str, timeout_s: float) -> bytes | None:
 
 class NamedCalls:
     """Compares the collective calls of one engine over its ranks, by name, before anything is sent: the messages of
-    `if rank == 0: engine.save(...)` would mix with those of training on the other ranks. It uses no collective: the
-    last rank that comes compares the calls of all, and the others block on a key of the store.
+    `if rank == 0: engine.save(...)` would mix with those of training on the other ranks. It uses no collective.
+
+    The last rank that comes compares the calls of all. Until then the first one looks who is missing, and the others
+    block on one key of the store: so the number of requests does not grow with ranks x seconds.
 
     Args:
         store: the store that `own_store` returned.
         timeout_s: the seconds that a rank waits for the other ranks.
+        told: returns the last word that each other rank has sent: see `FailureWatch.told`.
     """
 
-    def __init__(self, store: Any, rank: int, size: int, timeout_s: float) -> None:
-        self._store, self._rank, self._size, self._timeout_s = store, rank, size, timeout_s
+    def __init__(self, store: Any, rank: int, size: int, timeout_s: float, told: Callable[[], dict[int, str]]) -> None:
+        self._store, self._rank, self._size, self._timeout_s, self._told = store, rank, size, timeout_s, told
         self._number = 0
 
     def agree_on(self, call: str) -> None:
         """Return when all ranks make this `call`.
 
         Raises:
-            InputError: some make another call, or none within the timeout.
+            InputError: some make another call, have ended, or make none within the timeout.
+            ConnectionResetError: some have failed.
         """
         self._number += 1
         end = f"end_{self._number}"
-        self._store.append(f"calls_{self._number}", f"{self._rank} {call}\n")
-        if self._store.add(f"came_{self._number}", 1) == self._size:
-            calls = [f"{each} was called on {list_ranks(of)}" for each, of in ranks_by_value(self._calls()).items()]
-            problem = f"{', and '.join(calls)}; call each on every rank, in the same order"
-            self._store.set(end, problem if len(calls) > 1 else "")
-            for key in ("calls", "came", "end"):  # all ranks have read those of the last call
-                self._store.delete_key(f"{key}_{self._number - 1}")
-        elif get_within(self._store, end, self._timeout_s) is None:
-            here, late = self._calls(), f"within {self._timeout_s:g} s (config key timeout)"
-            missing = list_ranks(set(range(self._size)).difference(here))
-            raise InputError(
-                f"{call} was called on {list_ranks(here)} only; call it on every rank, without an `if` around it: "
-                f"halfmesh chooses which rank writes ({missing} did not {late})"
-            )
-        if problem := self._store.get(end).decode():
-            raise InputError(problem)
+        try:
+            self._store.append(f"calls_{self._number}", f"{self._rank} {call}\n")
+            came = self._store.add(f"came_{self._number}", 1)
+            if came == self._size:
+                calls = [f"{each} was called on {list_ranks(of)}" for each, of in ranks_by_value(self._calls()).items()]
+                problem = f"{', and '.join(calls)}; call each on every rank, in the same order"
+                self._end_with(problem if len(calls) > 1 else "agreed")
+                for key in ("calls", "came", "end"):  # all ranks have read those of the last call
+                    self._store.delete_key(f"{key}_{self._number - 1}")
+            elif came == 1:
+                self._look_out(call)
+            outcome = get_within(self._store, end, self._timeout_s + ANSWER_S)
+            if outcome is None:  # the one that looks is gone
+                self._end_with(self._absent(call))
+                outcome = self._store.get(end)
+        except BaseException:  # Ctrl-C, or the store is gone
+            self._end_with(f"{call}{LOST}{list_ranks([self._rank])} failed meanwhile")
+            raise
+        if (problem := outcome.decode()) != "agreed":
+            raise (ConnectionResetError if LOST in problem else InputError)(problem)
 
     def _calls(self) -> dict[int, str]:
         """The call of each rank that has come, by rank."""
         lines = self._store.get(f"calls_{self._number}").decode().splitlines()
         return dict(sorted((int(rank), call) for rank, _, call in (line.partition(" ") for line in lines)))
+
+    def _end_with(self, outcome: str) -> None:
+        """End the wait of all ranks, unless another rank has: "agreed", or a problem."""
+        self._store.compare_set(f"end_{self._number}", "", outcome)
+
+    def _absent(self, call: str, why: str = "") -> str:
+        """The problem if some ranks have not come."""
+        here, late = self._calls(), f"did not within {self._timeout_s:g} s (config key timeout)"
+        missing = list_ranks(set(range(self._size)).difference(here))
+        return (
+            f"{call} was called on {list_ranks(here)} only; call it on every rank, without an `if` around it: "
+            f"halfmesh chooses which rank writes ({missing} {why or late})"
+        )
+
+    def _look_out(self, call: str) -> None:
+        """Wait until all ranks have come. If some will not come, tell the others which, and why."""
+        begun, look, gone_since, warn = time.monotonic(), LOOK_S, math.inf, PATIENCE_S
+        while not self._store.check([f"end_{self._number}"]):  # no `wait`: torch prints each time that it fails
+            waited = time.monotonic() - begun
+            time.sleep(min(0.1, max(0.001, waited / 10)))
+            if waited < look:
+                continue
+            look, told = waited + LOOK_S, self._told()
+            missing = sorted(set(range(self._size)).difference(self._calls()))
+            if any(told.get(rank, "running") != "running" for rank in missing):
+                gone_since = min(gone_since, waited)
+            is_over = waited > gone_since + ANSWER_S
+            if failed := [rank for rank, word in told.items() if word == "failed"]:  # the report of failures says why
+                self._end_with(f"{call}{LOST}{list_ranks(failed)} failed meanwhile")
+            elif is_over and (silent := [rank for rank in missing if rank not in told]):  # killed?
+                self._end_with(f"{call}{LOST}no answer from {list_ranks(silent)}")
+            elif is_over or waited > self._timeout_s:
+                self._end_with(self._absent(call, "ended, or waited elsewhere" if is_over else ""))
+            elif waited > warn:
+                warn, text = math.inf, "%s still waits for %s to call it, after %g s; call it on every rank"
+                _log.warning(text, call, list_ranks(missing), PATIENCE_S, ranks=None)

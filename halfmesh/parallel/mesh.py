@@ -282,11 +282,16 @@ class ParallelContext:
         """Return rank 0's `value` on all ranks."""
         return broadcast_object(value, 0, self.device) if self.size > 1 else value
 
-    def begin_calls(self) -> None:
-        """Make `agree_on_call` compare the calls of the ranks from now on. Call it on all ranks together."""
+    def begin_calls(self, owner: OwnedGroup | None) -> None:
+        """Make `agree_on_call` compare the calls of the ranks from now on. Call it on all ranks together.
+
+        Args:
+            owner: the owner of the process group, which knows the ranks that have ended.
+        """
         if self.size > 1 and not is_simulated():  # a dry run has one process
             (store,) = own_store(self)
-            self._calls = NamedCalls(store, self.rank, self.size, self._timeout.total_seconds())
+            told = dict if owner is None else owner.failures.told
+            self._calls = NamedCalls(store, self.rank, self.size, self._timeout.total_seconds(), told)
 
     def agree_on_call(self, call: str) -> None:
         """Return when all ranks make this `call` ("engine.save"). Raise InputError if they do not."""

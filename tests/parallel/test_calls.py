@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from halfmesh.errors import InputError
 from halfmesh.parallel import comm
 from tests.support.counting_store import CountingStore
 from tests.support.models import make_data, make_engine, said, step_on
@@ -62,14 +67,76 @@ def test_ranks_that_do_not_call_the_same_are_told_and_nothing_is_sent(tmp_path):
     assert words.endswith("(rank 1 did not within 2 s (config key timeout))")
 
 
+def waits(rank, world_size):
+    """Rank 0 waits in vain: for one that is slow, has ended, is silent or has failed. Returns what it is told."""
+    comm.PATIENCE_S, heard, found = 0.8, [], []
+    logging.getLogger("halfmesh.parallel.comm").addFilter(lambda record: heard.append(record.getMessage()) or True)
+    for ended in ({}, {1: "lost", 2: "running"}, {2: "lost"}, {1: "ended", 2: "failed"}):
+        engine = make_engine({"timeout": 2.5 if not ended else 30.0})
+        engine.context.begin_calls(SimpleNamespace(failures=SimpleNamespace(told=lambda ended=ended: ended)))
+        dist.barrier()
+        if rank == 0 or (rank == 2 and ended != {2: "lost"}):  # a silent rank 1 is killed, it seems
+            with pytest.raises((InputError, ConnectionResetError)) as told:
+                engine.context.agree_on_call("engine.save")
+            found.append(f"{told.typename} {told.value}")
+        dist.barrier()
+        engine.close()
+    return heard, found
+
+
+@pytest.mark.distributed
+def test_who_is_waited_for():
+    begun = time.monotonic()
+    (heard, found), _, (heard_too, twice) = run_ranks(waits, 3, fresh=True)
+    assert time.monotonic() - begun < 29  # not until the timeout
+    heard = [text.partition("] ")[2] for text in (*heard, *heard_too)]  # of the rank that came first
+    warned = sorted(text.partition(" to call it, after")[0] for text in heard)
+    assert warned == ["engine.save still waits for rank 1"] * 2 + ["engine.save still waits for ranks 1, 2"]
+    assert found[0].startswith("InputError engine.save was called on ranks 0, 2 only;")
+    assert "(rank 1 ended, or waited elsewhere)" in found[1]
+    assert found[2] == "ConnectionResetError engine.save: connection reset by peer: no answer from rank 1"
+    assert found[3] == "ConnectionResetError engine.save: connection reset by peer: rank 2 failed meanwhile"
+    assert twice == [*found[:2], found[3]]
+
+
+def agree_in_threads(ranks, late_s=0.0):
+    """What ranks are told of a call that the last one makes late."""
+
+    def agree(rank):
+        time.sleep(late_s if rank is ranks[-1] else 0)
+        try:
+            return said(rank.agree_on, "engine.save")
+        except ConnectionResetError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(len(ranks)) as threads:
+        return list(threads.map(agree, ranks))
+
+
 def test_requests_to_the_store_are_a_few_for_each_rank():
     size, store = 64, CountingStore()
-    ranks = [comm.NamedCalls(store, rank, size, 60.0) for rank in range(size)]
-    with ThreadPoolExecutor(size) as threads:
-        for _ in range(3):
-            store.requests.clear()
-            assert (
-                list(threads.map(said, [rank.agree_on for rank in ranks], ["engine.save"] * size)) == ["nothing"] * 64
-            )
-            assert store.requests.total() <= 4 * size + 10
+    ranks = [comm.NamedCalls(store, rank, size, 60.0, dict) for rank in range(size)]
+    for late_s in (0.0, 0.0, 1.5):
+        store.requests.clear()
+        assert agree_in_threads(ranks, late_s) == ["nothing"] * size
+        assert store.requests.total() <= 4 * size + 60  # one rank looks, about 10 times in a second
     assert store.num_keys() == 3  # of the last call only
+
+
+def test_ranks_that_block_are_told_by_the_one_that_looks_or_that_it_is_gone(monkeypatch):
+    store = dist.HashStore()
+    told = agree_in_threads([comm.NamedCalls(store, rank, 8, 60.0, lambda: {3: "failed"}) for rank in range(8)], 1.0)
+    assert set(told) == {"engine.save: connection reset by peer: rank 3 failed meanwhile"}  # the late one, too
+    monkeypatch.setattr(comm, "ANSWER_S", 0.1)
+    store = dist.HashStore()
+    store.append("calls_1", "0 engine.save\n")
+    store.add("came_1", 1)  # rank 0 is killed here
+    with pytest.raises(InputError, match=r"^engine.save was called on ranks 0, 1 only;.*\(rank 2 did not within 0.2 s"):
+        comm.NamedCalls(store, 1, 3, 0.2, dict).agree_on("engine.save")
+    store = dist.HashStore()
+    with monkeypatch.context() as patch:
+        patch.setattr(comm.NamedCalls, "_look_out", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            comm.NamedCalls(store, 0, 3, 60.0, dict).agree_on("engine.save")
+    with pytest.raises(ConnectionResetError, match="rank 0 failed meanwhile"):
+        comm.NamedCalls(store, 1, 3, 60.0, dict).agree_on("engine.save")
