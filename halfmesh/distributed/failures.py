@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from ..errors import HalfmeshError, cut
-from .env import RankNames
+from .env import RankNames, ranks_by_value
 
 POLL_S = 1.0  # how often the thread of each rank looks at the store
 ANSWER_S = 3.0  # how long the others may take to answer a failure
@@ -61,6 +61,7 @@ class FailureWatch:
         self._host, self._timeout_s, self._store_is_gone = host, timeout_s, False
         self._in_call = threading.Lock()
         self._told: dict[int, str] = {}  # the last word that each rank has sent
+        self._calls: dict[int, str] = {}  # how often it had called its engines then
         self._failed = self._lost = ""  # the first error of each kind
         self._engines: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._ending = threading.Event()  # this rank is exiting on its own
@@ -89,7 +90,7 @@ class FailureWatch:
 
     def watch(self, engine: Any, progress: Any) -> None:
         """Write this rank's stacks when `engine` makes no update for `DUMP_AT` of the time limit, while it trains; its
-        `progress` has `global_step`."""
+        `progress` has `global_step`, and the `calls` since that."""
         self._engines = weakref.WeakKeyDictionary({**self._engines, engine: progress})  # the thread goes through it
 
     def remove(self) -> None:
@@ -99,8 +100,8 @@ class FailureWatch:
             sys.excepthook = self._previous_hook
 
     def told(self) -> dict[int, str]:
-        """The last word that each other rank has sent: "failed", "lost", "ended" without an error, or "running", in
-        answer to a failure."""
+        """The last word that each other rank has sent: "failed", "lost", "ended" without an error, "late" (for long no
+        update here or elsewhere), or "running", in answer to a failure."""
         self._exchange()
         return {rank: word for rank, word in self._told.items() if rank != self._rank}
 
@@ -115,13 +116,18 @@ class FailureWatch:
             if error:
                 self._store.compare_set(word, "", error)
             if word:
-                self._store.append("log", f"{self._rank} {word}\n")
+                self._store.append("log", f"{self._rank} {word} {self._count_calls()}\n")
             log, self._failed, self._lost = map(bytes.decode, self._store.multi_get(["log", "failed", "lost"]))
-            self._told = {int(rank): theirs for rank, theirs in map(str.split, log.splitlines())}
+            lines = [line.split(" ", 2) for line in log.splitlines()]
+            self._told = {int(rank): theirs for rank, theirs, _ in lines}
+            self._calls = {int(rank): calls for rank, _, calls in lines}
         except Exception:
             self._store_is_gone = True
         finally:
             self._in_call.release()
+
+    def _count_calls(self) -> str:
+        return ", ".join(f"{each.calls} since update {each.global_step}" for each in list(self._engines.values()))
 
     def _end(self, word: str, error: str = "") -> None:
         if not self._ending.is_set():
@@ -133,7 +139,7 @@ class FailureWatch:
         """Until all have ended, or (`or_failure`) one has failed by itself."""
         until, pause = time.monotonic() + seconds, max(0.05, self._names.world_size / 500)  # one store answers all
         while time.monotonic() < until and not (or_failure and self._failed) and not self._store_is_gone:
-            if [word != "running" for word in self.told().values()].count(True) == self._names.world_size - 1:
+            if sum(word not in ("late", "running") for word in self.told().values()) == self._names.world_size - 1:
                 break
             time.sleep(pause)
 
@@ -180,12 +186,15 @@ class FailureWatch:
         elif not self._failed:
             others = [rank for rank in range(names.world_size) if rank != self._rank]
             for word, text in {
-                "": "no answer from {} (killed, out of memory, or stopped?)",
+                "late": "no answer from {} (killed, out of memory, or stopped?)",
                 "running": "still running: {}",
                 "ended": "ended without an error: {}",
             }.items():
-                if ranks := [rank for rank in others if told.get(rank, "") == word]:
+                if ranks := [rank for rank in others if told.get(rank, "late") == word]:
                     found.append(text.format(names.names(ranks)))
+            if len(calls := ranks_by_value({rank: text for rank, text in sorted(self._calls.items()) if text})) > 1:
+                counts = "; ".join(f"{names.names(ranks)}: {text}" for text, ranks in calls.items())
+                found.append(f"calls of engine(...): {counts} (under fsdp and expert all data ranks need as many)")
         if first := self._failed or self._lost:
             found.append(f"the first error was of {first}")
         return "; ".join(found)
@@ -193,7 +202,8 @@ class FailureWatch:
     def _watch(self) -> None:
         steps, since = list[int](), time.monotonic()
         while not self._ending.wait(POLL_S):
-            if {"failed", "lost"} & set(self.told().values()):
+            told = set(self.told().values())
+            if {"failed", "lost"} & told:
                 break
             if self._store_is_gone:
                 if self._host is None or self._told.get(self._host) == "ended":
@@ -203,8 +213,12 @@ class FailureWatch:
             training = [progress.global_step for engine, progress in engines if engine.model.training]
             if training != steps or not training:
                 steps, since = training, time.monotonic()
-            elif time.monotonic() > since + limit:
-                self._dump(f"no update for {limit:g} s, {DUMP_AT:g} x the config key timeout")
+            is_late = time.monotonic() > since + limit
+            if is_late or ("late" in told and self._rank not in self._told):  # for another rank, also in evaluation
+                why = f"no update for {limit:g} s, {DUMP_AT:g} x the config key timeout"
+                calls = f"calls of engine(...): {self._count_calls()}"
+                self._dump(f"{why if is_late else f'another rank has made {why}'}; {calls}")
+                self._exchange("late")
                 since = float("inf")
         self._exchange("" if self._ending.is_set() else "running")
         for _ in range(int(GRACE_S / POLL_S)):
@@ -240,10 +254,30 @@ def may_be_of_peer(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def recorded_for_torchrun() -> Iterator[None]:
-    """Errors in this block are shown in torchrun's closing summary, also before there is a `FailureWatch`."""
+    """Errors in this block are shown in torchrun's closing summary, also before there is a `FailureWatch`. Before there
+    is a process group, all ranks reject the same: then only the first rank of a node prints the traceback."""
     try:
         yield
     except Exception as error:
+        is_of_all, trace = isinstance(error, HalfmeshError) and not dist.is_initialized(), error.__traceback__
+        if is_of_all:
+            error.__traceback__ = None  # the handler formats what is there
         if not may_be_of_peer(error):
             get_error_handler().record_exception(error)
+        error.__traceback__ = trace
+        if is_of_all and os.environ.get("LOCAL_RANK", "0") != "0":
+            _print_in_one_line(error)
         raise
+
+
+def _print_in_one_line(error: Exception) -> None:
+    """Print `error` in one line if nothing catches it."""
+    known, before = weakref.ref(error), sys.excepthook
+
+    def hook(kind: type[BaseException], raised: BaseException, trace: TracebackType | None) -> None:
+        if raised is known():
+            sys.stderr.write(f"[rank {os.environ.get('RANK')}] ended at {_in_one_line(raised)}\n")
+        else:
+            before(kind, raised, trace)
+
+    sys.excepthook = hook

@@ -113,6 +113,7 @@ class Engine(MixedPrecisionState):
     ) -> Any:
         if self._closed:
             self._reject_if_closed()
+        self._progress.calls += 1
         self._update.sync_writes(waits=False)
         for told in self._hooks.calls["before_forward"]:
             told(method, args, kwargs)
@@ -208,6 +209,7 @@ class Engine(MixedPrecisionState):
                 self._dataloader.at_end = False
         progress.results.append(result)
         progress.global_step += 1
+        progress.calls = 0
         if self._average.values:
             self._average.after_step(progress.global_step)
         if lr is not None:

@@ -23,10 +23,12 @@ class Progress:
 
     Attributes:
         global_step: the number of optimizer steps attempted so far, skipped ones included.
+        calls: the number of calls of the model since the last of them, in training and evaluation.
         results: the results of the last steps, the newest last.
     """
 
     global_step: int = 0
+    calls: int = 0
     results: deque[StepResult] = field(default_factory=lambda: deque(maxlen=RESULT_HISTORY))
 
 

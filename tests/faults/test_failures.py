@@ -92,6 +92,53 @@ def test_torchrun_ends_at_once_and_shows_the_first_error_last(tmp_path):
     assert "[rank0]: Traceback" not in output
 
 
+def test_a_config_that_all_ranks_reject_is_shown_in_full_once(tmp_path):
+    script, call = tmp_path / "train.py", "halfmesh.initialize(None, None, config={'sed': 1})"
+    script.write_text(f"import halfmesh\n{call}\n")
+    with started(*TORCHRUN, "--monitor-interval", "3", str(script)) as process:  # torchrun ends none before it has told
+        output, _ = process.communicate(timeout=100)
+    ranks, _, summary = output.partition("Root Cause")
+    assert ranks.count(f"    {call}\n") == 1
+    reason = "sed: unknown key; did you mean 'seed'?"
+    assert reason in summary
+    lines = [line for line in output.splitlines() if line.startswith("[rank 1] ")]
+    assert lines == [f"[rank 1] ended at {script}:2, ConfigError: 1 problem in the config: - {reason}"]
+
+
+EPISODES = """
+import torch, halfmesh
+from halfmesh.distributed import failures
+failures.POLL_S = 0.1
+with halfmesh.launch_from_torch({"timeout": 10.0, "parallel": {"data": "fsdp"}}, device="cpu") as run:
+    engine = halfmesh.initialize(torch.nn.Linear(2, 2), torch.optim.SGD, config=run)
+    for episode in range(3):
+        engine.eval()
+        for _ in range(4 + (episode == 2 and run.rank == 0)):
+            engine(torch.ones(1, 2))
+        if episode == 2 and run.rank == 0:
+            torch.distributed.all_reduce(torch.ones(1))
+        engine.train()
+        if episode == 2:
+            torch.distributed.barrier()
+        engine.backward(engine(torch.ones(1, 2)).sum())
+        engine.step()
+"""
+
+
+@pytest.mark.slow
+def test_ranks_that_call_the_engine_unequally_often_say_where_they_are_and_how_often(tmp_path):
+    """The last evaluation of rank 0 has a call more: before the time limit, and in the errors that it ends with."""
+    script = tmp_path / "train.py"
+    script.write_text(EPISODES)
+    with started(*TORCHRUN, str(script)) as process:
+        output, _ = process.communicate(timeout=200)
+    before, _, after = output.partition("Traceback (most recent call last)")
+    late = "no update for 9 s, 0.9 x the config key timeout; calls of engine(...):"
+    assert f"[rank 0] another rank has made {late} 5 since update 2\nThis rank is at:\n" in before
+    assert f"[rank 1] {late} 4 since update 2\nThis rank is at:\n" in before
+    assert "calls of engine(...): rank 0: 5 since update 2; rank 1: 4 since update 2 (under fsdp" in after
+
+
 @pytest.mark.promise("a rank that fails or hangs")
 @pytest.mark.slow
 def test_torchrun_shows_who_hung_and_where(tmp_path):
