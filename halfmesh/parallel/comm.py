@@ -258,7 +258,7 @@ class NamedCalls:
                 continue
             look, told = waited + LOOK_S, self._told()
             missing = sorted(set(range(self._size)).difference(self._calls()))
-            if any(told.get(rank, "running") != "running" for rank in missing):
+            if any(told.get(rank, "late") not in ("late", "running") for rank in missing):
                 gone_since = min(gone_since, waited)
             is_over = waited > gone_since + ANSWER_S
             if failed := [rank for rank, word in told.items() if word == "failed"]:  # the report of failures says why

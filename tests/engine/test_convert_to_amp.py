@@ -162,7 +162,7 @@ def test_misuse():
     told(optimizer.step, NOTHING)
     inner, other = optimizer.optimizer.state_dict(), converted("apex_o1", num_losses=2)[1].state_dict()
     told(lambda: optimizer.load_state_dict(inner), "not the state of an optimizer: pass what opt")
-    told(lambda: optimizer.load_state_dict(other), r"saved with 2 loss scales, but this run trains with 1;")
+    told(lambda: optimizer.load_state_dict(other), r"the state has 2 loss scales, this run 1;")
     words = "another engine or convert_to_amp uses it"  # a cell of a notebook that is run twice
     told(lambda: convert_to_amp(model, optimizer, None, "naive"), words)
     told(lambda: halfmesh.initialize(model.module, optimizer.optimizer, None, None, {}, device="cpu"), words)
