@@ -57,7 +57,8 @@ class ShardedLoader:
         training: pad by repeating samples, so that all ranks have the same number of batches (a rank that runs out
             would hang the others), and compare the data that the ranks begin an epoch with. False: no sample is
             repeated.
-        sharded: True if the loader already reads only this data rank's data. A distributed sampler also shows that.
+        sharded: True if the loader already reads only this data rank's data. A distributed sampler, or a dataset with
+            the attribute `sharded` or with `rank` and `world_size`, also shows that.
 
     Attributes:
         given: the user's loader. For timm's PrefetchLoader, the loader in it.
@@ -69,7 +70,7 @@ class ShardedLoader:
         some_have_none: True if in such an epoch, of a sampler with a length, only some data ranks have a batch.
 
     Raises:
-        InputError: the loader's sampler is sharded for another rank or number of ranks.
+        InputError: the loader's sampler or dataset is sharded for another rank or number of ranks.
     """
 
     def __init__(self, given: Any, context: ParallelContext, training: bool, sharded: bool = False) -> None:
@@ -79,8 +80,8 @@ class ShardedLoader:
         self.missing, self.some_have_none = 0, False
         self.is_stream = isinstance(given.dataset, IterableDataset)
         self._several = context.size > 1
-        self.own_data = sharded
-        is_shard = sharded or shards_itself(given, context.dp_rank, context.dp_size)
+        self.own_data = sharded or (self._several and is_part(given.dataset, context.dp_rank, context.dp_size))
+        is_shard = self.own_data or shards_itself(given, context.dp_rank, context.dp_size)
         self._rank, self._size = (0, 1) if is_shard else (context.dp_rank, context.dp_size)
         self._order_of = f" of {context.dp_size} ranks" if is_shard and context.dp_size > 1 else ""
         self._is_compared = training and self._several and not is_shard
@@ -332,15 +333,32 @@ def loader_in(loader: Any) -> Any:
     return loader.loader if ("timm", "PrefetchLoader") in names else loader
 
 
+def is_part(dataset: Any, rank: int, size: int) -> bool:
+    """Return True if `dataset` is this data rank's part of the data: it says so, or is a stream for one rank of several
+    (as of Hugging Face's split_dataset_by_node)."""
+    if getattr(dataset, "sharded", False) is True:
+        return True
+    if not isinstance(dataset, IterableDataset):
+        return False
+    holder = getattr(dataset, "_distributed", None) or dataset
+    theirs = getattr(holder, "world_size", None), getattr(holder, "rank", None)
+    return all(isinstance(each, int) for each in theirs) and _is_ours(dataset, "world_size", theirs, rank, size)
+
+
+def _is_ours(holder: Any, name: str, theirs: tuple[Any, Any], rank: int, size: int) -> bool:
+    """Return True. Raises InputError if `holder` is sharded for another rank, or number of ranks called `name`."""
+    if theirs == (size, rank):
+        return True
+    problem = f"the dataloader's {type(holder).__name__} has {name}={theirs[0]}, rank={theirs[1]}"
+    fix = "give it these numbers (launch.dp_rank, launch.dp_size), or all the data: initialize shards it"
+    raise InputError(f"{problem}, but this is data rank {rank} of {size}; {fix}")
+
+
 def shards_itself(loader: DataLoader[Any], rank: int, size: int) -> bool:
     """Return True if the user's sampler already gives this data rank its shard."""
     batches = loader.batch_sampler
     for sampler in (loader.sampler, batches, getattr(batches, "sampler", None)):
         theirs = getattr(sampler, "num_replicas", None), getattr(sampler, "rank", None)
         if None not in theirs:
-            if theirs != (size, rank):
-                numbers, name = "num_replicas={}, rank={}".format(*theirs), type(sampler).__name__
-                problem = f"the dataloader's {name} has {numbers}, but this is data rank {rank} of {size}"
-                raise InputError(f"{problem}; give it these numbers (launch.dp_rank, launch.dp_size), or remove it")
-            return True
+            return _is_ours(sampler, "num_replicas", theirs, rank, size)
     return False

@@ -29,6 +29,14 @@ class OwnStream(IterableDataset):
             yield torch.tensor([index, int(torch.randint(1000, ()))])
 
 
+class Node(OwnStream):
+    """As of Hugging Face's split_dataset_by_node: a stream that is made for a rank."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        super().__init__()
+        self.rank, self.world_size = rank, world_size
+
+
 class Counted(OwnStream):
     def __len__(self) -> int:
         return len(range(dist.get_rank(), self.count, dist.get_world_size()))
@@ -45,6 +53,12 @@ def own(rank: int, world_size: int) -> dict[str, Any]:
         with make_engine(loader=loader, sharded=True) as engine:
             torch.manual_seed(rank)
             found[name] = [[row for batch in engine.dataloader for row in batch.tolist()] for _ in range(2)]
+    mine, other = DataLoader(Node(rank, world_size), 2), DataLoader(Node(0, 4), 2)
+    with make_engine(loader=mine, eval_dataloader=mine) as engine:
+        both = engine.dataloader, engine.eval_dataloader
+        found["seen"] = [[row[0] for batch in each for row in batch.tolist()] for each in both]
+        found["to predict"] = said(Trainer(engine).predict, other)
+    found["other rank"] = [said(make_engine, loader=other), said(make_engine, eval_dataloader=other)]
     found["unequal"] = said(make_engine, loader=DataLoader(Counted(17), 1), sharded=True)
     return found
 
@@ -59,6 +73,9 @@ def test_data_of_this_rank_is_taken_as_it_is():
         mine, theirs = ([[row[1] for row in epoch] for epoch in each["stream"]] for each in everyone)
         assert mine[0] != mine[1], "other numbers in each epoch"
         assert mine[0] != theirs[0], "the numbers of this rank's generators"
+        assert found["seen"] == [list(range(rank, 16, 2))] * 2, "neither divided again, nor in evaluation"
+        for words in (*found["other rank"], found["to predict"]):
+            assert f"the dataloader's Node has world_size=4, rank=0, but this is data rank {rank} of 2" in words
         assert "shards itself, but has 9 batches on some ranks and 8 on others" in found["unequal"]
 
 
