@@ -85,6 +85,25 @@ DATA_FAULTS = (
         Text(ACCUMULATION, "weight if self._weight is None else self._weight + weight", "weight"),
         In(TWICE, GRADIENT, workloads.weighted, WEIGHTED),
     ),
+    fault(
+        "A short last cycle is divided by the full length",
+        Text(ACCUMULATION, "divisor = (self.index + self.has_backward) / self.length", "pass"),
+        "tests/engine/test_cycle.py::test_the_last_cycle_of_a_loop_that_fetches_before_the_step",
+    ),
+    fault(
+        "An error in backward leaves half a gradient",
+        Text(ACCUMULATION, "self.clear()  # a partial gradient is worse than none", "pass  #"),
+        "tests/engine/test_cycle.py::test_a_cycle_that_was_broken_leaves_nothing_to_the_next",
+    ),
+    fault(
+        "Reduced gradients are widened by a launch each",
+        Text(
+            BUCKETS,
+            "        foreach_copy_(wide, grads)\n",
+            "        [one.copy_(other) for one, other in zip(wide, grads, strict=True)]\n",
+        ),
+        "tests/counts/test_launches.py::test_launches_of_data_ranks",
+    ),
 )
 
 SHARDED = (
@@ -117,6 +136,11 @@ SHARDED = (
         "New weights are joined in another order than that of the ranks",
         Text(ZERO1_FILE, "bucket.views(flat))", "bucket.views(flat.roll(bucket.chunk)))"),
         In(ZERO1, "update *"),
+    ),
+    fault(
+        "New weights are used before they have arrived",
+        Text(ZERO1_FILE, "        work.wait()\n        foreach_copy_", "        foreach_copy_"),
+        "tests/parallel/test_late_collectives.py::test_nothing_is_read_or_written_before_its_time[zero1-none]",
     ),
     fault(
         "Gradients go to the ranks that step them in the backward of each microbatch; those of the last one count",

@@ -17,6 +17,7 @@ from tests.composition.cells import Cell
 
 from .workloads import Given
 
+NOT_THERE = "a function that a fault changes is not there"
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -75,26 +76,34 @@ class Fault:
     Attributes:
         what: is wrong.
         where: it is put; or what builds the user's model that has it, in one process, too.
-        layouts: verify has to see it in these.
+        seen: by these tests, of which each has to fail, and by verify in these layouts.
     """
 
     what: str
     where: tuple[Text, ...] | Callable[[], Given]
-    layouts: tuple[In, ...]
+    seen: tuple[str | In, ...]
 
     @property
     def texts(self) -> tuple[Text, ...]:
         return self.where if isinstance(self.where, tuple) else ()
 
+    @property
+    def tests(self) -> tuple[str, ...]:
+        return tuple(each for each in self.seen if isinstance(each, str))
 
-def fault(what: str, where: Text | Sequence[Text], *layouts: In) -> Fault:
+    @property
+    def layouts(self) -> tuple[In, ...]:
+        return tuple(each for each in self.seen if isinstance(each, In))
+
+
+def fault(what: str, where: Text | Sequence[Text], *seen: str | In) -> Fault:
     """A fault of halfmesh."""
-    return Fault(what, (where,) if isinstance(where, Text) else tuple(where), layouts)
+    return Fault(what, (where,) if isinstance(where, Text) else tuple(where), seen)
 
 
-def user(build: Callable[[], Given], *layouts: In) -> Fault:
+def user(build: Callable[[], Given], *seen: In) -> Fault:
     """A fault of a user's model, which the first line of the builder tells."""
-    return Fault((build.__doc__ or "").partition("\n")[0].rstrip("."), build, layouts)
+    return Fault((build.__doc__ or "").partition("\n")[0].rstrip("."), build, seen)
 
 
 def changed(texts: Sequence[Text]) -> Iterator[tuple[CodeType, CodeType]]:
@@ -123,7 +132,7 @@ def put(texts: Sequence[Text]) -> Iterator[None]:
     found = [(each, code) for each, code in found if _place(code) in places]
     if is_frozen:
         gc.freeze()
-    assert {_place(code) for _, code in found} == places.keys(), "a function that a fault changes is not there"
+    assert {_place(code) for _, code in found} == places.keys(), NOT_THERE
     try:
         for each, code in found:
             each.__code__ = places[_place(code)]

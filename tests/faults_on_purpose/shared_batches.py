@@ -86,6 +86,11 @@ CONTEXT = (
         ),
         In(GPT_CONTEXT, (GRADIENT, UNLIKE)),
     ),
+    fault(
+        "Ranks that share a sequence drop the same activations",
+        Text("engine/parallelize.py", "if not kind.same_rng and not kind.replica_dim", "if False"),
+        "tests/parallel/context/test_context_parallel.py::test_ranks_drop_activations_by_themselves",
+    ),
 )
 
 EXPERT_FAULTS = (
@@ -117,5 +122,10 @@ EXPERT_FAULTS = (
         "The router learns nothing: its weights have no gradient",
         Text(EXPERT, WEIGHTS, WEIGHTS.replace("weights.", "weights.detach().")),
         In(EXPERTS, ("gradient *gate.weight; *", "*; backward of model.layers.1.mlp*")),
+    ),
+    fault(
+        "A rank without tokens for its experts sends nothing back",
+        Text(EXPERT, "if torch.is_grad_enabled() and not done.requires_grad:", "if False:"),
+        "tests/parity/test_expert.py::test_trains_as_one_process[ranks without tokens]",
     ),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from . import users
+from .checkpoint import CHECKPOINT, FLOAT8_FAULTS
 from .data import DATA_FAULTS, SHARDED
 from .fault import Fault, In, user
 from .layouts import DATA, GPT_CONTEXT, GPT_TENSOR, GRADIENT, LOSS, MLP_TENSOR, OTHERWISE, TWICE, after, before, grad
@@ -10,7 +11,7 @@ from .norm import NORM_AND_SCALE
 from .pipeline import PIPELINE
 from .shared_batches import CONTEXT, EXPERT_FAULTS
 from .tensor import TENSOR
-from .update import ACTIVATIONS, WEIGHTS
+from .update import ACTIVATIONS, SEVERAL_OPTIMIZERS, WEIGHTS
 
 SUMMED, BETWEEN = (LOSS, GRADIENT), before("up")
 PLANNED = GPT_TENSOR.config()["parallel"]
@@ -59,6 +60,11 @@ FAULTS: tuple[Fault, ...] = (
     *SHARDED,
     *NORM_AND_SCALE,
     *WEIGHTS,
+    *SEVERAL_OPTIMIZERS,
     *ACTIVATIONS,
+    *CHECKPOINT,
+    *FLOAT8_FAULTS,
     *USERS,
 )
+TESTS = tuple(dict.fromkeys(test for fault in FAULTS for test in fault.tests))
+"""Those that have to see some."""

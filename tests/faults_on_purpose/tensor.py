@@ -23,6 +23,7 @@ REDUCE = "output = collectives.reduce_from_tp(output, group)"
 GATHER = "lambda grad: _shard(grad, dim, group))"
 LOOKED_UP = "elsewhere.unsqueeze(-1), 0), self.axis.group)"
 O_PROJ = after("model.layers.0.self_attn.o_proj")
+LATE = "tests/parallel/test_late_collectives.py"
 
 TENSOR = (
     fault(
@@ -154,5 +155,14 @@ TENSOR = (
         "Sharded layers sum over the data ranks: a wrong group",
         Text(LAYERS, 'self.group = context.group("tp")', "self.group = context.dp_group"),
         In(Cell("none", "llama", tensor=2, data=2), after("model.embed_tokens")),
+    ),
+    fault(
+        "A sum over tensor ranks is made in place",
+        Text(
+            COLLECTIVES,
+            "total = x if in_place and x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)",
+            "total = x",
+        ),
+        f"{LATE}::test_a_gradient_that_others_hold_is_not_summed_in_place",
     ),
 )

@@ -7,7 +7,9 @@ from .fault import In, Text, fault
 from .layouts import DATA, GPT_DATA, GPT_PIPE, GRADIENT, MLP_TENSOR, NAIVE_BF16, Cell, grad
 
 OPTIMIZER, MASTER, STEPPER = (f"amp/{name}.py" for name in ("optimizer", "master_weights", "stepper"))
-RECOMPUTE, OFFLOAD = "engine/recompute.py", "engine/offload.py"
+RECOMPUTE, OFFLOAD, NONFINITE = "engine/recompute.py", "engine/offload.py", "debug/nonfinite.py"
+EXACT, MASTERS, FUSED = (f"tests/amp/test_{name}.py" for name in ("update_exactness", "master_weights", "fused"))
+SEVERAL, DIAGNOSIS = "tests/engine/test_several_optimizers.py", "tests/debug/test_diagnosis.py"
 FIT = "        if bucketed or not self._masters.masters:  # else they fit already\n"
 LAST = "torch.distributed.get_rank() == torch.distributed.get_world_size() - 1"
 MERGE = "            self.loss_scales.merge_grads(loss_id, self.master_weights.receivers)\n"
@@ -37,6 +39,15 @@ WEIGHTS = (
         In(Cell("naive_bf16", "gpt", tensor=2, data=2, strategy="zero1"), ("update *", "rejected *masters differ*")),
     ),
     fault(
+        "Masters begin with rounded values",
+        Text(
+            MASTER,
+            "known[param] if param in known else make_master(full_value(param))",
+            "make_master(full_value(param))",
+        ),
+        f"{EXACT}::test_masters_step_as_an_fp32_optimizer_would",
+    ),
+    fault(
         "Each update begins with the model's rounded weights, and not with their masters",
         Text(
             STEPPER,
@@ -44,6 +55,25 @@ WEIGHTS = (
             "        for param, master in self._masters.masters.items():\n            master.data.copy_(param)\n" + FIT,
         ),
         In(NAIVE_BF16, "update *"),
+    ),
+    fault(
+        "Masters are rounded into the model by a launch each",
+        Text(
+            MASTER,
+            "        foreach_copy_(params, [self.masters[param] for param in params])\n",
+            "        [param.copy_(self.masters[param]) for param in params]\n",
+        ),
+        "tests/counts/test_launches.py::test_launches_do_not_grow_with_the_parameters[zeros]",
+    ),
+    fault(
+        "What others write into the model is lost under masters",
+        Text(OPTIMIZER, "self.sync_writes(adopt=True)", "self.sync_writes()"),
+        "tests/checkpoint/test_state.py::test_weights_written_by_others_are_not_undone",
+    ),
+    fault(
+        "Optimizer state is lost when masters are made",
+        Text("utils/optimizer_state.py", "if other is not param and param in optimizer.state:", "if False:"),
+        f"{MASTERS}::test_existing_state_is_taken_along",
     ),
     fault(
         "The second update has the gradients of the first one, too",
@@ -68,6 +98,76 @@ WEIGHTS = (
         "The last stage does not step the weight that it shares with the first",
         not_stepped(f"{LAST} and shard.name == 'tokens.weight'"),
         In(GPT_PIPE, "update tokens.weight; *"),
+    ),
+    fault(
+        "Fused SGD with momentum that nobody has filled, so that it is not used",
+        Text(
+            STEPPER, 'if param.grad is not None and optimizer.state[param].get("momentum_buffer") is None:', "if False:"
+        ),
+        f"{FUSED}::test_momentum_that_begins_later_survives_a_first_step_that_is_skipped",
+    ),
+    fault(
+        "Fused SGD with dampening",
+        Text(STEPPER, "return not dampened and not", "return not"),
+        f"{FUSED}::test_fused_leaves_the_users_choice",
+    ),
+    fault(
+        "Fused kernels ignore the layout of state",
+        Text(STEPPER, "and len(kinds) <= 1 and laid_out", "and len(kinds) <= 1"),
+        f"{FUSED}::test_parameters_with_gaps_or_a_changed_layout",
+    ),
+    fault(
+        "A subclass with a step of its own is given scaled gradients",
+        Text(
+            STEPPER,
+            "known = {part: type(part) in _TAKES_GRAD_SCALE and _has_own_step(part) for part in self.parts}",
+            "known = {part: isinstance(part, _TAKES_GRAD_SCALE) for part in self.parts}",
+        ),
+        f"{FUSED}::test_a_subclass_with_its_own_step_is_not_trusted_with_the_scale",
+    ),
+)
+
+SEVERAL_OPTIMIZERS = (
+    fault(
+        "The second of two optimizers is not stepped",
+        Text(
+            "utils/joined_optimizer.py",
+            "        for part in self.parts:\n            part.step()\n",
+            "        self.parts[0].step()\n",
+        ),
+        f"{SEVERAL}::test_convert_to_amp_takes_a_list",
+    ),
+    fault(
+        "The state of the second optimizer is numbered as the first's",
+        Text("utils/joined_optimizer.py", 'first += sum(len(group["params"]) for group in own[1])', "pass"),
+        f"{SEVERAL}::test_a_state_dict_resumes_exactly_and_has_the_form_of_one_optimizers",
+    ),
+    fault(
+        "Only the first of several optimizers is guarded",
+        Text(
+            STEPPER,
+            "(self._reject_calls_from_outside) for part in self.parts]",
+            "(self._reject_calls_from_outside) for part in self.parts[:1]]",
+        ),
+        f"{SEVERAL}::test_the_optimizers_that_were_given_stay_usable",
+    ),
+    fault(
+        "Only the first of several schedulers advances",
+        Text(
+            "engine/lr_scheduler.py",
+            "        self.check()\n        for scheduler in self._all:\n",
+            "        self.check()\n        for scheduler in self._all[:1]:\n",
+        ),
+        f"{SEVERAL}::test_schedulers_are_one_each_or_a_list",
+    ),
+    fault(
+        "An optimizer over another loses its state in a load",
+        Text(
+            "utils/optimizer_state.py",
+            "vars(optimizer).update(state=loaded.state, param_groups=loaded.param_groups)",
+            "None",
+        ),
+        f"{SEVERAL}::test_an_optimizer_over_another_is_one",
     ),
 )
 
@@ -110,5 +210,20 @@ ACTIVATIONS = (
             "        self.host = places.setdefault((host.shape, host.dtype), host).copy_(host)\n",
         ),
         In(GPT_DATA, (grad("*"), GRADIENT), more={"activation_offload": True}),
+    ),
+    fault(
+        "Modules are not watched before the limit of skips",
+        Text(NONFINITE, "        elif nears_limit:\n            self.attach()\n", ""),
+        f"{DIAGNOSIS}::test_modules_are_watched_only_while_a_run_of_skips_nears_its_limit",
+    ),
+    fault(
+        "Modules are watched for ever",
+        Text(NONFINITE, "                self.detach()\n", "                pass\n"),
+        f"{DIAGNOSIS}::test_modules_are_watched_only_while_a_run_of_skips_nears_its_limit",
+    ),
+    fault(
+        "The fault of the last rank is told",
+        Text(NONFINITE, "first = min(found.values(), key=lambda fault: fault.key)", "first = [*found.values()][-1]"),
+        f"{DIAGNOSIS}::test_the_fault_of_one_rank_is_told_by_all_with_its_rank",
     ),
 )
