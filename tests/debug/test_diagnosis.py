@@ -172,6 +172,7 @@ def faults_on_ranks(rank, world_size):
         "forward": told(net(Times(INF if rank else 1.0)), data),
         "backward": told(net(Root() if rank else Times(1.0)), data),
         "weight": told(net(), data, before=spoil),
+        "first stage": told(net(Times(INF)), stages),
         "last stage": told(net().append(Times(INF)), stages),
     }
 
@@ -186,5 +187,6 @@ def test_the_fault_of_one_rank_is_told_by_all_with_its_rank():
         "forward": ("output", "1.inner.0", (1,)),
         "backward": ("gradient", "1.first", (1,)),
         "weight": ("weight", "1.last.weight", (1,)),
+        "first stage": ("output", "1.inner.0", (0,)),
         "last stage": ("output", "3", (1,)),
     }

@@ -127,7 +127,7 @@ def test_an_optimizer_over_another_is_one(tmp_path):
             each.optimizer.step()
         each.close()
         held = {id(param) for group in each.optimizer.param_groups for param in group["params"]}
-        assert held == set(map(id, each.model.parameters()))
+        assert held == set(map(id, each.model.parameters())) == set(map(id, each.optimizer._base_optimizer.state))
 
 
 def test_what_cannot_be_joined_is_told():

@@ -23,6 +23,8 @@ from .fault import NOT_THERE, ROOT, Text, put
 
 MOST_S = 250.0
 """So long a run may take."""
+HANGS_S = 15.0
+"""Ranks that take longer hang."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,8 @@ def run_pytest(*args: str) -> tuple[list[str], list[str], str]:
 
 def begin_faulty(self: LocalRanks, function: Any, args: Sequence[Any] = (), **options: Any) -> None:
     """`LocalRanks.begin` of ranks that have the fault of this process."""
+    if _texts:
+        options["timeout"] = HANGS_S
     _begin(self, call_faulty, (_texts, function, tuple(args)), **options)
 
 

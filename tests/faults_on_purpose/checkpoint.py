@@ -37,7 +37,7 @@ CHECKPOINT = (
     fault(
         "The position in the data is not restored",
         Text(CHECKPOINTER, 'note = self.loader.load_state_dict(own["dataloader"], own=same)', "note = None"),
-        f"{RESUME}::test_from_a_state_dict",
+        "tests/data/test_resume.py::test_it_goes_on_as_it_would_have",
     ),
     fault(
         "Attached state is not restored",
@@ -56,12 +56,11 @@ CHECKPOINT = (
     ),
     fault(
         "A checkpoint has its name before it is complete",
-        Text(
-            STORAGE,
-            '    unfinished = folder / f".step-{step:08d}{again}.tmp"\n',
-            '    unfinished = folder / f"step-{step:08d}{again}"\n',
-        ),
-        f"{SAVING}::test_keep",
+        [
+            Text(STORAGE, 'folder / f".step-{step:08d}{again}.tmp"', 'folder / f"step-{step:08d}{again}"'),
+            Text(STORAGE, 'unfinished.with_name(unfinished.name[1:].removesuffix(".tmp"))', "unfinished"),
+        ],
+        f"{SAVING}::test_a_save_that_is_killed_leaves_what_was_there",
     ),
     fault(
         "A changed file is loaded",

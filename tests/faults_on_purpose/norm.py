@@ -6,9 +6,8 @@ from .fault import In, Text, fault
 from .layouts import CLIPPED, DATA, GRADIENT, MLP_TENSOR, NAIVE_FP16, TORCH_FP16, TORCH_FP16_TENSOR, Cell
 
 OPTIMIZER, NORM, SCALER = (f"amp/{name}.py" for name in ("optimizer", "grad_norm", "loss_scaler"))
-EXACT, RULES, SCALERS, NORMS, LOSSES = (
-    f"tests/amp/test_{name}.py"
-    for name in ("update_exactness", "update_rules", "loss_scaler", "grad_norm", "apex_losses")
+UPDATE, SCALERS, NORMS, LOSSES = (
+    f"tests/amp/test_{name}.py" for name in ("optimizer", "loss_scaler", "grad_norm", "apex_losses")
 )
 MOVED = "            if stats is not None:\n                self.loss_scales.update(stats)\n"
 DIVISOR = "        scale, total = self.loss_scales.grad_divisor(divisor)\n        total = None if self"
@@ -40,7 +39,7 @@ NORM_AND_SCALE = (
             "norm.add(divisor, alpha=1e-6).div_(max_norm).mul(divisor)",
         ),
         In(TORCH_FP16_TENSOR, "update *", more=CLIPPED),
-        f"{EXACT}::test_equals_unscale_clip_step_by_hand[sgd-clip_bites]",
+        f"{UPDATE}::test_equals_unscale_clip_step_by_hand[sgd-clip_bites]",
     ),
     fault(
         "The norm is measured, and nothing is clipped",
@@ -65,7 +64,7 @@ NORM_AND_SCALE = (
     fault(
         "An update without a loss scale is skipped",
         Text(OPTIMIZER, "if stats is not None and self.skips_nonfinite else None", "if stats is not None else None"),
-        f"{RULES}::test_a_loss_scale_skips_but_not_a_static_one_of_apex",
+        f"{UPDATE}::test_a_loss_scale_skips_but_not_a_static_one_of_apex",
     ),
     fault(
         "The loss scale never moves",

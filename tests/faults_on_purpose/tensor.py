@@ -160,7 +160,7 @@ TENSOR = (
         "A sum over tensor ranks is made in place",
         Text(
             COLLECTIVES,
-            "total = x if in_place and x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)",
+            "total = x.clone(memory_format=torch.contiguous_format)",
             "total = x",
         ),
         f"{LATE}::test_a_gradient_that_others_hold_is_not_summed_in_place",

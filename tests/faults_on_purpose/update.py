@@ -8,7 +8,7 @@ from .layouts import DATA, GPT_DATA, GPT_PIPE, GRADIENT, MLP_TENSOR, NAIVE_BF16,
 
 OPTIMIZER, MASTER, STEPPER = (f"amp/{name}.py" for name in ("optimizer", "master_weights", "stepper"))
 RECOMPUTE, OFFLOAD, NONFINITE = "engine/recompute.py", "engine/offload.py", "debug/nonfinite.py"
-EXACT, MASTERS, FUSED = (f"tests/amp/test_{name}.py" for name in ("update_exactness", "master_weights", "fused"))
+UPDATES, MASTERS, STEPS = (f"tests/amp/test_{name}.py" for name in ("optimizer", "master_weights", "stepper"))
 SEVERAL, DIAGNOSIS = "tests/engine/test_several_optimizers.py", "tests/debug/test_diagnosis.py"
 FIT = "        if bucketed or not self._masters.masters:  # else they fit already\n"
 LAST = "torch.distributed.get_rank() == torch.distributed.get_world_size() - 1"
@@ -45,7 +45,7 @@ WEIGHTS = (
             "known[param] if param in known else make_master(full_value(param))",
             "make_master(full_value(param))",
         ),
-        f"{EXACT}::test_masters_step_as_an_fp32_optimizer_would",
+        f"{UPDATES}::test_masters_step_as_an_fp32_optimizer_would",
     ),
     fault(
         "Each update begins with the model's rounded weights, and not with their masters",
@@ -104,17 +104,17 @@ WEIGHTS = (
         Text(
             STEPPER, 'if param.grad is not None and optimizer.state[param].get("momentum_buffer") is None:', "if False:"
         ),
-        f"{FUSED}::test_momentum_that_begins_later_survives_a_first_step_that_is_skipped",
+        f"{STEPS}::test_momentum_that_begins_later_survives_a_first_step_that_is_skipped",
     ),
     fault(
         "Fused SGD with dampening",
         Text(STEPPER, "return not dampened and not", "return not"),
-        f"{FUSED}::test_fused_leaves_the_users_choice",
+        f"{STEPS}::test_fused_leaves_the_users_choice",
     ),
     fault(
         "Fused kernels ignore the layout of state",
         Text(STEPPER, "and len(kinds) <= 1 and laid_out", "and len(kinds) <= 1"),
-        f"{FUSED}::test_parameters_with_gaps_or_a_changed_layout",
+        f"{STEPS}::test_parameters_with_gaps_or_a_changed_layout",
     ),
     fault(
         "A subclass with a step of its own is given scaled gradients",
@@ -123,7 +123,7 @@ WEIGHTS = (
             "known = {part: type(part) in _TAKES_GRAD_SCALE and _has_own_step(part) for part in self.parts}",
             "known = {part: isinstance(part, _TAKES_GRAD_SCALE) for part in self.parts}",
         ),
-        f"{FUSED}::test_a_subclass_with_its_own_step_is_not_trusted_with_the_scale",
+        f"{STEPS}::test_a_subclass_with_its_own_step_is_not_trusted_with_the_scale",
     ),
 )
 
@@ -155,8 +155,8 @@ SEVERAL_OPTIMIZERS = (
         "Only the first of several schedulers advances",
         Text(
             "engine/lr_scheduler.py",
-            "        self.check()\n        for scheduler in self._all:\n",
-            "        self.check()\n        for scheduler in self._all[:1]:\n",
+            "        self.check()\n        for scheduler in self.all:\n",
+            "        self.check()\n        for scheduler in self.all[:1]:\n",
         ),
         f"{SEVERAL}::test_schedulers_are_one_each_or_a_list",
     ),
