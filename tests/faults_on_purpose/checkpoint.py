@@ -56,11 +56,12 @@ CHECKPOINT = (
     ),
     fault(
         "A checkpoint has its name before it is complete",
-        [
-            Text(STORAGE, 'folder / f".step-{step:08d}{again}.tmp"', 'folder / f"step-{step:08d}{again}"'),
-            Text(STORAGE, 'unfinished.with_name(unfinished.name[1:].removesuffix(".tmp"))', "unfinished"),
-        ],
-        f"{SAVING}::test_a_save_that_is_killed_leaves_what_was_there",
+        Text(
+            STORAGE,
+            '    unfinished = folder / f".step-{step:08d}{again}.tmp"\n',
+            '    unfinished = folder / f"step-{step:08d}{again}"\n',
+        ),
+        f"{SAVING}::test_keep",
     ),
     fault(
         "A changed file is loaded",
