@@ -324,7 +324,7 @@ def test_checkpoints_in_one_folder(tmp_path):
         gan_step(engine)
     places = [engine.save(tmp_path, keep=1) for engine in (first, second)]
     assert all(place.exists() for place in places), "none takes the place of the other's"
-    with pytest.raises(InputError, match="the engine 'second' saved it, but this engine is 'first'"):
+    with pytest.raises(InputError, match="engine 'second' saved it, but this is 'first'"):
         first.load(tmp_path)
     first.load(places[0])
     linear(None).load(places[1])
