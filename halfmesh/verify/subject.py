@@ -241,6 +241,9 @@ class Undropped(TorchFunctionMode):
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         if "dropout" in name and args:
             return args[0]
+        if name == "scaled_dot_product_attention":
+            args = (*args[:4], *(0.0 for _ in args[4:5]), *args[5:])
+            kwargs = kwargs if len(args) > 4 else {**kwargs, "dropout_p": 0.0}
         self.bends |= _BENDS.search(name) is not None
         # Casts only: a pipeline sends integers as views in float32, and makes memory for them.
         casts = args and isinstance(args[0], torch.Tensor) and args[0].dtype != torch.float32 and name != "view"
