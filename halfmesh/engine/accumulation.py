@@ -104,6 +104,8 @@ class Accumulation:
             if self._trained is not None:
                 self._trained.follow(reducer)
             reducer.open(reduces and pipeline is None)
+            if reduces and pipeline is None:
+                reducer.skip_unused([loss])
         try:
             with self.precision.backward():
                 if pipeline is None:

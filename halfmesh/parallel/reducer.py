@@ -51,6 +51,10 @@ class Reduction:
         `params`; `rest`: those of all other parameters are complete."""
         self._each("expect_last", params, rest)
 
+    def skip_unused(self, roots: Collection[torch.Tensor]) -> None:
+        """The last backward begins, from `roots`: do not wait for parameters that it does not reach."""
+        self._each("skip_unused", roots)
+
     def finish(self) -> None:
         """Set the complete gradient of each shard."""
         self._each("finish")
@@ -66,6 +70,26 @@ class Reduction:
     def _each(self, method: str, *args: Any) -> None:
         for reduction in self.reductions:
             getattr(reduction, method)(*args)
+
+
+REENTRANT = "CheckpointFunctionBackward"
+"""The node of reentrant activation checkpointing, which runs a separate backward."""
+
+
+def find_reached(roots: Collection[torch.Tensor]) -> set[torch.Tensor] | None:
+    """The leaves to which a backward from `roots` brings gradients; None if the graph does not show all of them."""
+    todo: list[Any] = [root.grad_fn for root in roots if root.grad_fn is not None]
+    seen, leaves = set(todo), {root for root in roots if root.grad_fn is None}
+    while todo:
+        node = todo.pop()
+        if node.name() == REENTRANT:
+            return None
+        after = {other for other, _ in node.next_functions if other is not None} - seen
+        seen |= after
+        todo += after
+        if not node.next_functions and (leaf := getattr(node, "variable", None)) is not None:
+            leaves.add(leaf)
+    return leaves
 
 
 class Reducer(Reduction):
@@ -110,6 +134,9 @@ class Reducer(Reduction):
         named = [buffer for name, buffer in buffers.items() if name.rpartition(".")[2] in STATISTICS]
         self._statistics = [buffer for buffer in named if buffer.is_floating_point()]
         self._shards: list[ParamShard] = []
+        self._left_out: set[nn.Parameter] = set()  # had no gradient from some last backward
+        self._reached: set[torch.Tensor] | None = None  # the leaves that the graph of this last backward shows
+        self._shows: bool | None = None  # graphs show all parameters that get gradients; None: not compared yet
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self.set_params(shards)
 
@@ -120,6 +147,7 @@ class Reducer(Reduction):
         kept = set() if self.state == "none" else set(self._shards)
         self._shards = [shard for shard in shards if shard.param.requires_grad or shard in kept]
         self._buckets = self._make_buckets()
+        self._left_out.clear()
         self._hooks = [
             param.register_post_accumulate_grad_hook(partial(self._arrived, bucket))
             for bucket in self._buckets
@@ -152,6 +180,19 @@ class Reducer(Reduction):
                 bucket.missing.intersection_update(params)
             self._send_complete()
 
+    def skip_unused(self, roots: Collection[torch.Tensor]) -> None:
+        """See `Reduction`. Only those are skipped that had no gradient in an earlier update: models that use all walk
+        through the graph once. And only if no gradient has arrived that the graph did not show, from a backward within
+        the backward (of a reversible layer, for example)."""
+        if self._sends and self._shows is not False and (self._left_out or self._shows is None):
+            self._reached = find_reached(roots)
+            if self._reached is None:
+                self._shows = False
+            elif self._shows:
+                for bucket in self._buckets:
+                    bucket.missing -= self._left_out - self._reached
+                self._send_complete()
+
     def finish(self) -> None:
         """Send the remaining buckets, wait for all, and set each shard's reduced gradient.
 
@@ -159,6 +200,10 @@ class Reducer(Reduction):
             InputError: a backward outside the engine has added to gradients that are summed already.
         """
         self._reject_stale()
+        if self._sends:
+            self._left_out.update(*(bucket.missing for bucket in self._unsent))
+        if self._reached is not None and self._shows is None:
+            self._shows = True
         self._send_complete(everything=True)
         if self._statistics:
             self._average_statistics()
@@ -192,6 +237,7 @@ class Reducer(Reduction):
 
     def _reset(self) -> None:
         self._sends = False
+        self._reached = None
         self._unsent = deque(self._buckets)
         self._inflight: deque[tuple[Any, Bucket]] = deque()
         for bucket in self._buckets:
@@ -202,6 +248,8 @@ class Reducer(Reduction):
             self.state = "stale"
         if not self._sends:
             return
+        if self._reached is not None and param not in self._reached:
+            self._shows = False
         if self._unsent and not self._unsent[0].missing:
             self._send_complete()  # buckets that were full before this gradient
         if bucket.sent is not None:

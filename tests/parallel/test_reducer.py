@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from halfmesh.config.load import load_config
 from halfmesh.engine.parallelize import reduce_options
+from halfmesh.parallel.reducer import Reducer
 from tests.support.models import full_weights, make_engine, said
 from tests.support.ranks import here, run_ranks
 
@@ -80,6 +83,152 @@ def test_batchnorm_statistics_are_averaged_and_other_buffers_that_change_are_nam
     assert first[0] == pytest.approx([5 * (1 - 0.9**3)] * 2)  # towards the mean of 0 and 10
     assert first[2].count("the buffers 1.codes change during training on each data rank, so they may") == 1
     assert ("constant" in first[2], second[2]) == (False, "")
+
+
+class Heads(nn.Module):
+    """Layers, and two heads, of which a batch may use one."""
+
+    def __init__(self, depth: int = 20) -> None:
+        super().__init__()
+        self.body = nn.Sequential(*[nn.Linear(8, 8) for _ in range(depth)])
+        self.heads = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+
+    def forward(self, x: torch.Tensor, used: tuple[int, ...]) -> torch.Tensor:
+        x = self.body(x)
+        return torch.stack([self.heads[index](x) for index in used]).sum()
+
+
+@pytest.fixture
+def two_ranks() -> Iterator[None]:
+    """This process is rank 0 of two that send nothing."""
+    dist.init_process_group("fake", rank=0, world_size=2)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("strategy", ["replicate", "zero1"])
+@pytest.mark.parametrize("used", [[(0, 1)], [(0,)], [(0,), (1,)]])
+def test_buckets_are_sent_in_backward_also_where_a_batch_does_not_use_all(strategy, used, two_ranks, monkeypatch):
+    """A bucket has a layer. The last one can be sent only after the last gradient, with whatever hooks are on it."""
+    sent, during = [], []
+    send, finish = Reducer._send, Reducer.finish
+    monkeypatch.setattr(Reducer, "_send", lambda reducer, bucket: (sent.append(bucket), send(reducer, bucket))[1])
+    monkeypatch.setattr(Reducer, "finish", lambda reducer: (during.append(len(sent)), finish(reducer))[1])
+    data = {"strategy": strategy, "bucket_mb": 72 * 4 / 2**20}
+    engine = make_engine({"parallel": {"data": data}}, model=Heads())
+    for heads in (used * 4)[:4]:
+        sent.clear()
+        engine.backward(engine(torch.randn(2, 8), heads))
+        engine.zero_grad()
+        assert len(sent) == 22
+    engine.close()
+    # The first update shows that a head may be left out; where the heads take turns the second shows the other.
+    assert during[len(used) :] == [21] * (4 - len(used))
+    assert during[0] == (21 if used == [(0, 1)] else 0)
+
+
+class Reversed(torch.autograd.Function):
+    """Runs a backward of its own, as reversible layers do: the graph does not show the parameters of `layer`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, layer: nn.Module) -> torch.Tensor:
+        ctx.x, ctx.layer = x, layer
+        return layer(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        x = ctx.x.detach().requires_grad_()
+        with torch.enable_grad():
+            torch.autograd.backward(ctx.layer(x), grad)
+        return x.grad, None
+
+
+class Reversible(Heads):
+    def forward(self, x: torch.Tensor, used: tuple[int, ...]) -> torch.Tensor:
+        x = self.body[0](x)
+        return torch.stack([Reversed.apply(x, self.heads[index]) for index in used]).sum()
+
+
+@pytest.mark.parametrize("strategy", ["replicate", "zero1"])
+def test_gradients_that_the_graph_does_not_show_are_waited_for(strategy, two_ranks):
+    engine = make_engine({"parallel": {"data": {"strategy": strategy, "bucket_mb": 1e-6}}}, model=Reversible(1))
+    for used in [(0,), (1,), (0,), (0, 1)]:
+        engine.backward(engine(torch.randn(2, 8), used))
+        engine.zero_grad()
+    engine.close()
+
+
+class LayerDrop(nn.Module):
+    """Layers in reentrant activation checkpointing, of which a batch may leave out some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, used: list[int]) -> torch.Tensor:
+        for index in used:
+            x = checkpoint(self.layers[index], x, use_reentrant=True)
+        return x.sin().mean()
+
+
+class Hidden(torch.autograd.Function):
+    """A layer whose parameters get their gradients from a backward within the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, layer: nn.Module) -> torch.Tensor:
+        ctx.layer = layer
+        ctx.save_for_backward(x)
+        return layer(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None]:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            ctx.layer(x).backward(grad)
+        return x.grad, None
+
+
+class HiddenLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, used: list[int]) -> torch.Tensor:
+        x = self.layers[0](x)
+        for index in used:
+            x = Hidden.apply(x, self.layers[index])
+        return x.square().sum()
+
+
+def backward_in_backward(rank: int, world_size: int) -> tuple[bool, str]:
+    """If layers that are dropped and used again train as without the last microbatch's early sends, and what is said
+    where that is not possible."""
+    updates = [[0, 1, 2, 3], [0, 1 + rank], [0, 1, 3], [0, 1, 2, 3], [2, 3], [0, 1, 2, 3]]
+    found = []
+    for config in (TINY, {}):  # in one bucket nothing is sent before the end
+        torch.manual_seed(0)
+        engine = make_engine(config, model=LayerDrop(), optimizer=sgd)
+        for number, used in enumerate(updates):
+            engine.zero_grad()
+            x = here(torch.full((2, 4), 0.1 * (rank + number + 1), requires_grad=True))
+            engine.backward(engine(x, used))
+            engine.step()
+        found.append(full_weights(engine))
+    same = all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+    engine = make_engine(TINY, model=HiddenLayers(), optimizer=sgd)
+    for used in ([], []):  # the graphs show all, so that the hidden ones are no longer waited for
+        engine.zero_grad()
+        engine.backward(engine(here(torch.ones(2, 4)), used))
+        engine.step()
+    engine.zero_grad()
+    return same, said(engine.backward, engine(here(torch.ones(2, 4)), [1, 2, 3]))
+
+
+def test_a_backward_within_the_backward_is_waited_for_or_rejected():
+    for same, text in run_ranks(backward_in_backward, 2):
+        assert same
+        assert "the gradient of 'layers." in text
+        assert "changed after it was sent" in text
 
 
 class Twice(nn.Linear):
