@@ -84,9 +84,9 @@ class Bucket:
         self.sent = flat
         return flat
 
-    def start(self, flat: torch.Tensor) -> Any:
-        """Start to sum it over the ranks. Returns what to `wait` for."""
-        return all_reduce(flat, self.group)
+    def start(self, flat: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> Any:
+        """Start to reduce it over the ranks. Returns what to `wait` for."""
+        return all_reduce(flat, self.group, op)
 
     def _take_grads(self, size: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """A new flat tensor that begins with the gradients, zeros for absent ones, and ends with flags; and views of
@@ -192,9 +192,20 @@ class NothingSent:
     def wait(self) -> None: ...
 
 
-def all_reduce(flat: torch.Tensor, group: dist.ProcessGroup) -> Any:
-    """Start to sum `flat` over `group`, in place. Returns what to `wait` for."""
-    return NothingSent() if group.size() == 1 else dist.all_reduce(flat, group=group, async_op=True)
+def all_reduce(flat: torch.Tensor, group: dist.ProcessGroup, op: Any = dist.ReduceOp.SUM) -> Any:
+    """Start to reduce `flat` over `group`, in place. Returns what to `wait` for."""
+    return NothingSent() if group.size() == 1 else dist.all_reduce(flat, op, group=group, async_op=True)
+
+
+def can_average(flat: torch.Tensor, group: dist.ProcessGroup) -> bool:
+    """Return True if the backend of `group` divides while it sums, which saves a pass over `flat`.
+
+    NCCL multiplies each rank's values by 1 / ranks before it sums, so half precision does not overflow; but it rounds
+    that factor to their dtype (NCCL's src/enqueue.cc), which in half precision is exact for powers of two only.
+    """
+    ranks = group.size()
+    is_exact = flat.dtype.itemsize >= torch.float32.itemsize or ranks & (ranks - 1) == 0
+    return flat.is_cuda and is_exact and "nccl" in dist.get_backend(group)
 
 
 def read_together(tensors: Sequence[torch.Tensor]) -> list[list[float]]:

@@ -14,7 +14,7 @@ from torch import nn
 from ..errors import InputError
 from ..utils.param_shard import ParamShard
 from ..utils.torch_private import foreach_copy_, foreach_mul_
-from .buckets import Bucket, ReduceOptions, all_reduce, make_buckets, read_together
+from .buckets import Bucket, ReduceOptions, all_reduce, can_average, make_buckets, read_together
 
 Buffers = Mapping[str, torch.Tensor]
 """The buffers of a model, by name."""
@@ -274,7 +274,10 @@ class Reducer(Reduction):
 
     def _send(self, bucket: Any) -> Any:
         flat = bucket.pack()
-        if (divisor := bucket.group.size() / self._times) != 1:
+        divisor = bucket.group.size() / self._times
+        if divisor == bucket.group.size() and can_average(flat, bucket.group):
+            return bucket.start(flat, dist.ReduceOp.AVG)
+        if divisor != 1:
             flat.div_(divisor)  # before the sum, which could overflow in half precision
         return bucket.start(flat)
 

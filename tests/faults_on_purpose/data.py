@@ -27,7 +27,7 @@ DATA_FAULTS = (
     ),
     fault(
         "Data ranks keep their own gradients: an all-reduce is missing",
-        Text(BUCKETS, "return all_reduce(flat, self.group)", "return NothingSent()"),
+        Text(BUCKETS, "return all_reduce(flat, self.group, op)", "return NothingSent()"),
         In(DATA, GRADIENT, cause="an all-reduce or a broadcast between these ranks is missing"),
     ),
     fault(

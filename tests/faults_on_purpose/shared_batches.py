@@ -81,7 +81,7 @@ CONTEXT = (
         "Each rank learns from its own tokens",
         Text(
             "parallel/buckets.py",
-            "NothingSent() if group.size() == 1 else dist.all_reduce(flat, group=group, async_op=True)",
+            "NothingSent() if group.size() == 1 else dist.all_reduce(flat, op, group=group, async_op=True)",
             "NothingSent()",
         ),
         In(GPT_CONTEXT, (GRADIENT, UNLIKE)),

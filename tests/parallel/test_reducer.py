@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,7 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 from halfmesh.config.load import load_config
 from halfmesh.engine.parallelize import reduce_options
+from halfmesh.parallel.buckets import can_average
 from halfmesh.parallel.reducer import Reducer
+from halfmesh.utils.torch_private import REDUCE_SCATTER
 from tests.support.models import full_weights, make_engine, said
 from tests.support.ranks import here, run_ranks
 
@@ -229,6 +233,56 @@ def test_a_backward_within_the_backward_is_waited_for_or_rejected():
         assert same
         assert "the gradient of 'layers." in text
         assert "changed after it was sent" in text
+
+
+def mean_in_the_sum(rank: int, world_size: int, strategy: str) -> tuple[list[Any], list[Any]]:
+    """Where the backend divides, and where it does not: the operations of an update's reductions; and its weights and
+    statistics."""
+    asked, found = [], []
+    for averages in (False, True):
+        norm = nn.BatchNorm1d(4)
+        engine = make_engine({"parallel": {"data": strategy}}, model=nn.Sequential(norm, Scaled()), optimizer=sgd)
+        loss = engine(here(torch.arange(12.0).view(3, 4) * (rank + 1))).sum()
+        with (
+            patch("halfmesh.parallel.reducer.can_average", lambda flat, group, averages=averages: averages),
+            patch.object(dist, "all_reduce", wraps=dist.all_reduce) as summed,
+            patch.object(dist, REDUCE_SCATTER, wraps=getattr(dist, REDUCE_SCATTER)) as scattered,
+        ):
+            engine.backward(loss)
+        of_sums = sorted(str(call.args[1]) for call in summed.mock_calls)
+        asked.append([str(call.kwargs["op"]) for call in scattered.mock_calls] + of_sums)
+        engine.step()
+        found.append([norm.running_mean.tolist(), *(value.tolist() for value in full_weights(engine).values())])
+        engine.close()
+    return asked, found
+
+
+@pytest.mark.parametrize("strategy", ["replicate", "zero1"])
+def test_nccl_divides_while_it_sums(strategy):
+    """gloo, which can, too, does as it is told here."""
+    statistics = ["RedOpType.SUM"] * (1 + (strategy == "zero1"))  # and zero1's flags
+    for asked, (divided, averaged) in run_ranks(mean_in_the_sum, 2, strategy):
+        assert asked == [["RedOpType.SUM", *statistics], ["RedOpType.AVG", *statistics]]
+        assert divided == averaged
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype", "ranks", "expected"),
+    [
+        ("nccl", torch.float32, 6, True),
+        ("cpu:gloo,cuda:nccl", torch.float64, 6, True),
+        ("nccl", torch.bfloat16, 8, True),
+        ("nccl", torch.bfloat16, 6, False),  # it would multiply by 0.1669921875
+        ("nccl", torch.float16, 3, False),
+        ("gloo", torch.float32, 8, False),
+        ("fake", torch.float32, 8, False),
+    ],
+)
+def test_where_nccl_divides(backend, dtype, ranks, expected):
+    with patch.object(dist, "get_backend", lambda group: backend):
+        for is_cuda in (True, False):
+            flat = SimpleNamespace(dtype=dtype, is_cuda=is_cuda)
+            assert can_average(flat, SimpleNamespace(size=lambda: ranks)) == (expected and is_cuda)
 
 
 class Twice(nn.Linear):

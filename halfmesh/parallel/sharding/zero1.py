@@ -249,13 +249,13 @@ class SliceBucket(Bucket):
     def pack(self) -> torch.Tensor:
         return self._take_grads(self.numel)[0]
 
-    def start(self, flat: torch.Tensor) -> Any:
+    def start(self, flat: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> Any:
         """Start a reduce-scatter to the ranks that step them."""
         if self.group.size() == 1:
             self.sent = flat
             return NothingSent()
         self.sent = torch.empty(self.chunk, dtype=self.dtype, device=flat.device)
-        return reduce_scatter(self.sent, flat, group=self.group, async_op=True)
+        return reduce_scatter(self.sent, flat, op=op, group=self.group, async_op=True)
 
     def assign_grads(self, received: torch.Tensor, unused: Collection[int]) -> None:
         """Add the reduced chunk to the gradients of `slices`; `unused`: shards without a gradient on any rank."""
