@@ -163,6 +163,7 @@ def make_buckets(
     group_of: Callable[[nn.Parameter], dist.ProcessGroup],
     make: Callable[[list[ParamShard], torch.dtype, dist.ProcessGroup], _B],
     kind: Callable[[nn.Parameter], Any] = lambda param: None,
+    room_for: Callable[[nn.Parameter], int] = lambda param: 0,
 ) -> list[_B]:
     """Buckets of one dtype, device and group each, in reverse order of the model: about the order in which gradients
     arrive. A shard of more than `options.bucket_bytes` gets a separate one.
@@ -170,6 +171,7 @@ def make_buckets(
     Args:
         group_of: the ranks over which the gradient of a parameter is summed.
         kind: equal for parameters that may share a bucket.
+        room_for: bytes that a bucket with this parameter may have, if more than the options'.
     """
     made: list[tuple[list[ParamShard], torch.dtype, dist.ProcessGroup]] = []
     last: dict[Any, tuple[list[ParamShard], int]] = {}
@@ -179,7 +181,7 @@ def make_buckets(
         key, size = (dtype, param.device, group, kind(param)), param.numel() * dtype.itemsize
         held, room = last.get(key, ([], -1))
         if size > room:
-            held, room = [], options.bucket_bytes
+            held, room = [], max(options.bucket_bytes, room_for(param))
             made.append((held, dtype, group))
         held.append(shard)
         last[key] = held, room - size

@@ -99,6 +99,9 @@ def held_and_sent(rank: int, world_size: int, parallel: Any, widths: Sequence[in
 
 def test_owners_have_equal_shares_and_only_slices_elsewhere_are_sent():
     """Of 8 matrices each of 4 ranks steps a large one or three small ones. Slices of gradients and weights that are
-    elsewhere are sent, and back those of new weights."""
+    elsewhere are sent, and back those of new weights. zero1 lays whole ones out, unless most would be padding."""
     widths = [8, 8, 24, 8, 8, 8, 8, 8, 8]
+    assert run_ranks(held_and_sent, 4, {"data": "zero1"}, widths) == [(192, 0)] * 4
+    found = run_ranks(held_and_sent, 4, {"data": "zero1"}, [8, 8])
+    assert sorted(found) == [(0, 2 * 16), (0, 2 * 16), (0, 2 * 16), (64, 3 * 16)]
     assert run_ranks(held_and_sent, 4, {"data": "fsdp"}, widths) == [(192, 3 * 192 * 3 // 4)] * 4

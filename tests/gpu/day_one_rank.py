@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import tempfile
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -147,7 +148,8 @@ def sliced(place: torch.device) -> None:
     from halfmesh.utils.param_shard import ParamShard
 
     model = small_model(place)
-    bucket = SliceBucket([ParamShard(n, p) for n, p in model.named_parameters()], torch.float32, dist.group.WORLD)
+    shards = [ParamShard(n, p) for n, p in model.named_parameters()]
+    bucket = SliceBucket(shards, torch.float32, dist.group.WORLD, (), Counter())
     with torch.enable_grad():
         model(torch.ones(4, 8, device=place)).square().sum().backward()
     expected = grads_of(model)

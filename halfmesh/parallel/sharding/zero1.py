@@ -7,7 +7,7 @@ as the all-reduce of replicated data parallelism. Rajbhandari et al., "ZeRO" (20
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Iterator, Sequence
 from functools import cached_property, partial
 from typing import Any
@@ -18,7 +18,7 @@ from torch import nn
 
 from ...errors import InputError, shorten
 from ...options import Options
-from ...utils.optimizer_state import reject_other_state, repoint
+from ...utils.optimizer_state import parts_of, reject_other_state, repoint, steps_whole
 from ...utils.param_shard import ParamShard, set_grad
 from ...utils.tensors import in_memory_order, is_dense
 from ...utils.torch_private import all_gather, foreach_copy_, foreach_zero_, reduce_scatter, storages
@@ -68,11 +68,21 @@ class Zero1(DataStrategy):
             if not is_dense(shard.param):  # a view of a larger tensor: they are split in memory order
                 shard.param.data = shard.param.data.contiguous()
 
+        parts = [part for part in parts_of(optimizer) if steps_whole(part)]
+        wholes = {param for part in parts for group in part.param_groups for param in group["params"]} - {*inputs.tied}
+        largest = max((param.numel() for param in wholes), default=0)
+
         def kind(param: nn.Parameter) -> Any:
             """Of one dtype also after a cast; frozen ones need not be sent; other stages also shard `tied` ones."""
-            return id(param) if param in inputs.tied else (param.dtype, param.requires_grad)
+            return id(param) if param in inputs.tied else (param.dtype, param.requires_grad, param in wholes)
 
-        self.buckets = make_buckets(mine, inputs.reduce, inputs.group_of, SliceBucket, kind)
+        def room_for(param: nn.Parameter) -> int:
+            """So that each rank can get one of the largest whole parameters, within limits."""
+            ranks, itemsize = inputs.group_of(param).size(), inputs.reduce.dtype.itemsize
+            return min(ranks * largest * itemsize, inputs.reduce.INFLIGHT_BYTES) if param in wholes else 0
+
+        make = partial(SliceBucket, wholes=wholes, load=Counter())
+        self.buckets = make_buckets(mine, inputs.reduce, inputs.group_of, make, kind, room_for)
         shard_of = {part.source: part for bucket in self.buckets for part in bucket.slices}
         self.shards = [shard_of.get(shard, shard) for shard in inputs.shards]
         self._pairs = [(shard, shard_of[shard], shard.param.stride()) for shard in mine]
@@ -218,18 +228,33 @@ class SliceBucket(Bucket):
     A rank steps all of some parameters, a slice of at most two, and nothing of the others. It holds a slice of each,
     often an empty one, so that the optimizer's groups are equal on all ranks.
 
-    (`WholeSteps` puts slices together for optimizers that step parameters as a whole.)
+    Args:
+        wholes: parameters that optimizers step as a whole: a bucket of these has no others, and splits none, if chunks
+            can be filled so that at most half of the bytes are padding. (`WholeSteps` puts the slices of others
+            together.)
+        load: elements of whole parameters that each rank has already.
 
     Attributes:
         slices: the slices of `shards` that this rank steps, in the same order.
         chunk: elements of a chunk.
     """
 
-    def __init__(self, shards: list[ParamShard], dtype: torch.dtype, group: dist.ProcessGroup) -> None:
-        super().__init__(shards, dtype, group)
+    def __init__(
+        self,
+        shards: list[ParamShard],
+        dtype: torch.dtype,
+        group: dist.ProcessGroup,
+        wholes: Collection[nn.Parameter],
+        load: Counter[int],
+    ) -> None:
         size = group.size()
-        least = -(-self.numel // size)
+        by_rank = _share_out(shards, size, load) if shards[0].param in wholes else []
+        super().__init__([shard for some in by_rank for shard in some] or shards, dtype, group)
+        least = max(map(_padded, by_rank), default=-(-self.numel // size))
         self.chunk = round_up(least, min(CHUNK, 1 << max((least // 16).bit_length() - 1, 0)))
+        if by_rank:
+            starts = [(rank, some[:place]) for rank, some in enumerate(by_rank) for place in range(len(some))]
+            self.offsets = [rank * self.chunk + _padded(before) for rank, before in starts]
         self.numel = self.chunk * size
         self.slices: list[ParamShard] = []
         self._cuts, end = list[int](), 0  # sizes in this rank's chunk: of a gap, of the first slice, of a gap, ...
@@ -305,6 +330,27 @@ class SliceBucket(Bucket):
             elif part.param.numel() < memory.numel():
                 memory = in_memory_order(memory)
                 yield from (memory[: part.start], memory[stop:])
+
+
+def _numel(shards: Sequence[ParamShard]) -> int:
+    return sum(shard.param.numel() for shard in shards)
+
+
+def _padded(shards: Sequence[ParamShard]) -> int:
+    return sum(round_up(shard.param.numel()) for shard in shards)
+
+
+def _share_out(shards: Sequence[ParamShard], ranks: int, load: Counter[int]) -> list[list[ParamShard]]:
+    """The shards that each rank steps as a whole: the largest first, each to the rank with the fewest elements. None if
+    more than half of what is sent would be padding."""
+    given: list[list[ParamShard]] = [[] for _ in range(ranks)]
+    for shard in sorted(shards, key=lambda shard: -shard.param.numel()):
+        min(enumerate(given), key=lambda pair: (_numel(pair[1]), load[pair[0]]))[1].append(shard)
+    sizes = list(map(_numel, given))
+    if max(sizes) * ranks > 2 * sum(sizes):
+        return []
+    load.update(dict(enumerate(sizes)))
+    return given
 
 
 class Zero1Reducer(Reducer):
