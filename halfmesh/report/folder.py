@@ -9,24 +9,42 @@ import os
 import platform
 import sys
 from collections import deque
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from ..checkpoint.agreement import run_on_rank_zero
+from ..amp.plugin import PRECISIONS
+from ..checkpoint.agreement import run_on_all_ranks
 from ..config.text import as_json
 from ..errors import InputError, Preempted, counted, cut, show_name
 from ..utils.log import Listener
-from . import run as files
 from .mesh_picture import block_of, compress, describe_shards
+from .run import (
+    CONFIG,
+    METRICS,
+    PLAN,
+    PRECISION,
+    SKIPPED,
+    WARNINGS,
+    drop_records,
+    format_record,
+    move_earlier,
+    read_earlier,
+    replace_file,
+)
 
 if TYPE_CHECKING:
     from ..amp.step_result import StepResult
+    from ..config import Config
     from ..debug.precision import PrecisionReport
     from ..engine.engine import Engine
+    from ..parallel.mesh import ParallelContext
+
+T = TypeVar("T")
 
 _MOST_UNREAD = 1000
 """The number of results that are kept unread. Older ones were computed long ago, so reading them does not wait."""
@@ -63,7 +81,7 @@ class RunFolder:
         self._file: Any = None  # of the records; None if this rank does not write, or no longer
         ranks, shown = engine.context.everyone(_describe_rank(engine)), show_name(str(directory))
         what = f"{shown} cannot be the folder of a run; give a new folder, or one that rank 0 can write to"
-        run_on_rank_zero(engine.context, what, lambda: self._begin(ranks), InputError)
+        on_rank_zero(engine.context, what, lambda: self._begin(ranks))
         self._listener = Listener(logging.WARNING)
         self._listener.emit = self._record_log  # type: ignore[method-assign]
         if self._file is not None:
@@ -93,16 +111,16 @@ class RunFolder:
         """
         if self._file is None:
             return
-        numbers = {name: torch.as_tensor(value, dtype=torch.float64).detach().item() for name, value in values.items()}
-        self.write(update_record(self._engine, self._last) | numbers)
+        numbers = {name: value.detach() if isinstance(value, torch.Tensor) else value for name, value in values.items()}
+        self.write(update_record(self._engine, self._last) | {name: float(value) for name, value in numbers.items()})
 
     def write(self, record: dict[str, Any]) -> None:
         """Write a complete record, with a "step", plus the skipped updates and warnings since the last one."""
         if self._file is None:
             return
         self._read(len(self._results))
-        since = {files.SKIPPED: self._skipped, files.WARNINGS: self._warnings}
-        self._file.write(files.format_record(record | {name: found for name, found in since.items() if found}))
+        since = {SKIPPED: self._skipped, WARNINGS: self._warnings}
+        self._file.write(format_record(record | {name: found for name, found in since.items() if found}))
         self._file.flush()
         self._skipped, self._warnings = [], []
 
@@ -115,7 +133,7 @@ class RunFolder:
     def save_precision_report(self, report: PrecisionReport) -> None:
         """Save the report of `with engine.precision_report() as report:`."""
         if self._file is not None:
-            self._put(files.PRECISION, step=self._engine.global_step, report=report.to_dict(), text=str(report))
+            self._put(PRECISION, step=self._engine.global_step, report=report.to_dict(), text=str(report))
 
     # -- the end -----------------------------------------------------------------------------------------------
 
@@ -131,8 +149,9 @@ class RunFolder:
         with contextlib.suppress(RuntimeError):  # some errors leave the device unusable
             self.flush()
         self._sessions[-1] |= {"ended": _now(), "to_step": self._engine.global_step, **_how(error)}
-        self._sessions[-1] |= {} if stopped is None or error is not None else {"stopped": stopped}
-        self._put(files.CONFIG, sessions=self._sessions)
+        if stopped is not None and error is None:
+            self._sessions[-1]["stopped"] = stopped
+        self._put(CONFIG, sessions=self._sessions)
         self._file.close()
         self._file = None
 
@@ -150,33 +169,36 @@ class RunFolder:
         step, plan = self._engine.global_step, self._engine.plan
         self.directory.mkdir(parents=True, exist_ok=True)
         if step == 0:
-            files.move_earlier(self.directory)
-        self._sessions = [*files.read_earlier(self.directory / files.CONFIG, "sessions"), self._session()]
-        plans = files.read_earlier(self.directory / files.PLAN, "plans")
-        plans.append({"from_step": step, "rows": dict(plan.rows), "values": {**plan.values, "ranks": ranks}})
-        self._put(files.CONFIG, sessions=self._sessions)
-        self._put(files.PLAN, plans=plans)
-        files.drop_records(self.directory / files.METRICS, step)
-        self._file = (self.directory / files.METRICS).open("a")
+            move_earlier(self.directory)
+        self._sessions = [*read_earlier(self.directory / CONFIG, "sessions"), self._session()]
+        plans = read_earlier(self.directory / PLAN, "plans")
+        new = as_json({"rows": dict(plan.rows), "values": {**plan.values, "ranks": ranks}})
+        if not plans or {key: plans[-1].get(key) for key in new} != new:
+            plans.append({"from_step": step, **new})
+        self._put(CONFIG, sessions=self._sessions)
+        self._put(PLAN, plans=plans)
+        self._skipped, self._warnings = drop_records(self.directory / METRICS, step)
+        self._file = (self.directory / METRICS).open("a")
+        self.flush()
 
     def _session(self) -> dict[str, Any]:
         from .. import __version__
 
         engine, device = self._engine, self._engine.context.device
-        cpu = f"cpu ({platform.machine()}), {counted(os.cpu_count() or 1, 'core')}"
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu
-        versions: dict[str, Any] = {"python": platform.python_version(), "torch": torch.__version__}
-        versions |= {"cuda": torch.version.cuda} if device.type == "cuda" else {}
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
+        cuda = {"cuda": torch.version.cuda} if device.type == "cuda" else {}
+        ours = {"halfmesh": __version__}
         session = {
             "started": _now(),
             "ended": None,
             "status": "running",
             "from_step": engine.global_step,
             "argv": sys.argv,
-            "versions": versions | {"halfmesh": __version__},
+            "versions": {"python": platform.python_version(), "torch": torch.__version__} | cuda | ours,
             "device": name,
             "world_size": engine.context.size,
             "config": engine.config.to_dict(),
+            "settings": _settings(engine.config),
         }
         return dict(as_json(session))
 
@@ -191,7 +213,28 @@ class RunFolder:
                 self._skipped.append(number)
 
     def _put(self, name: str, **content: Any) -> None:
-        files.replace_file(self.directory / name, json.dumps({"format": 1, **as_json(content)}, indent=1) + "\n")
+        replace_file(self.directory / name, json.dumps({"format": 1, **as_json(content)}, indent=1) + "\n")
+
+
+def on_rank_zero(context: ParallelContext, what: str, work: Callable[[], T]) -> T | None:
+    """Do `work` on rank 0. Returns its result there, and None on other ranks.
+
+    Args:
+        what: the beginning of the error message.
+
+    Raises:
+        InputError: it failed; on all ranks.
+    """
+
+    def do() -> T | None:
+        try:
+            return work() if context.rank == 0 else None
+        except InputError:
+            raise
+        except Exception as error:  # as an error of the user's input
+            raise InputError(cut(f"{type(error).__name__}: {error}")) from error
+
+    return run_on_all_ranks(context, what, do)
 
 
 def update_record(engine: Engine, result: StepResult | None) -> dict[str, Any]:
@@ -202,9 +245,7 @@ def update_record(engine: Engine, result: StepResult | None) -> dict[str, Any]:
         if result.grad_norm is not None:
             record["grad_norm"] = result.grad_norm
     if engine.config.precision is not None:
-        record["skipped_steps"] = engine.skipped_steps
-    if engine.plan.values["loss_scale"] is not None:
-        record["loss_scale"] = engine.loss_scale
+        record |= {"loss_scale": engine.loss_scale, "skipped_steps": engine.skipped_steps}
     return record
 
 
@@ -218,13 +259,34 @@ def _describe_rank(engine: Engine) -> dict[str, Any]:
     }
 
 
+def _settings(config: Config) -> dict[str, Any]:
+    """All keys with their values, including defaults; the mode's keys next to the mode, as a user writes them."""
+    settings = config.model_dump(exclude=set(config.user))
+    for name in PRECISIONS:
+        if settings[name] is not None:
+            settings[name] = {"mode": settings[name]["mode"], **settings[name]["options"]}
+    return settings
+
+
 def _how(error: BaseException | None) -> dict[str, Any]:
-    for kind, status in ((type(None), "finished"), (KeyboardInterrupt, "interrupted"), (Preempted, "preempted")):
-        if isinstance(error, kind):
-            return {"status": status}
+    if error is None:
+        return {"status": "finished"}
+    if isinstance(error, KeyboardInterrupt):
+        return {"status": "interrupted"}
+    if isinstance(error, Preempted):
+        return {"status": "preempted"}
     first, *_ = str(error).splitlines() or [""]
     return {"status": "failed", "error": cut(f"{type(error).__name__}: {first}")}
 
 
 def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _cpu_name() -> str:
+    """The CPU's model and number of cores; without a model, its architecture."""
+    found = ""
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()  # on Linux
+        found = next((line.partition(": ")[2] for line in lines if line.startswith("model name")), "")
+    return f"{found or f'cpu ({platform.machine()})'}, {counted(os.cpu_count() or 1, 'core')}"

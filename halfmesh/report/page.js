@@ -44,15 +44,15 @@ function series(line) {
     label: line.label,
     stroke: colour,
     width: isSkips ? 0 : 1.6,
-    dash: line.kind === "dots" ? [6, 4] : [],
+    dash: line.kind === "plan" ? [2, 5] : line.kind === "dots" ? [6, 4] : [],
     paths: isSkips ? () => null : undefined,
     points: isSkips || line.kind === "dots" ? { show: true, size: 6, fill: colour, stroke: colour }
-      : { fill: () => css("--card") },
+      : line.kind === "plan" ? { show: false } : { fill: () => css("--card") },
     value: (u, value, i, at) => isSkips ? (at == null ? "" : value == null ? "no" : "yes") : readable(at == null ? last : value),
   };
 }
 
-// A running mean of a line, over about a twentieth of it; points of an evaluation stay.
+// A running mean of a line, over about a twentieth of it; points of an evaluation and planned values stay.
 function smoothed(line) {
   const share = Math.min(0.5, 20 / line.y.length);
   let mean = null;

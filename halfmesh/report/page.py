@@ -30,6 +30,8 @@ def write_report(*runs: str | Path, out: str | Path = "report.html", replace: bo
         InputError: one of `runs` is not the folder of a run, or `out` cannot be written: its folder must exist.
     """
     target, shown = Path(out), show_name(str(out))
+    if not target.absolute().parent.is_dir():
+        raise InputError(f"{shown} cannot be written: there is no folder {show_name(str(target.absolute().parent))}")
     try:
         if not replace and target.exists() and _MARK not in target.read_text("utf-8", "replace")[:1000]:
             raise InputError(f"{shown} exists and is not a report; give another name, or --force (replace=True)")
@@ -42,6 +44,7 @@ def write_report(*runs: str | Path, out: str | Path = "report.html", replace: bo
 
 def make_page(runs: Sequence[Run]) -> str:
     """The page, as text."""
+    charts, absent = make_charts(runs)
     files = resources.files(__package__)
     return str(
         mesh_picture.load_template("page.html").render(
@@ -50,7 +53,9 @@ def make_page(runs: Sequence[Run]) -> str:
             version=__version__,
             written=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
             files={name: files.joinpath(name).read_text("utf-8") for name in _EMBEDDED},
-            charts=make_charts(runs),
+            charts=charts,
+            data={chart.key: chart.data() for chart in charts},
+            absent=absent,
             meshes=[draw_mesh(run) for run in runs],
             tables=tables,
             compress=mesh_picture.compress,
@@ -80,20 +85,36 @@ def as_data(runs: Sequence[Run]) -> dict[str, Any]:
 # -- charts ---------------------------------------------------------------------------------------------------------
 
 _BUCKETS = 600
-CHARTS = {
-    "loss": ("Loss", {"loss": "train", "eval_loss": "eval"}),
-    "lr": ("Learning rate", {"lr": "learning rate"}),
-    "loss_scale": ("Loss scale", {"loss_scale": "loss scale"}),
-    "grad_norm": ("Gradient norm", {"grad_norm": "gradient norm"}),
-    "throughput": ("Throughput (samples/s)", {"samples_per_s": "samples/s"}),
-    "memory": ("Memory (MiB)", {"memory_mib": "memory"}),
-}
-"""The first charts: title, and names in the records with their labels."""
+
+
+@dataclass(frozen=True)
+class ChartSpec:
+    """A chart that every report has, or explains how to get: names in the records with their labels."""
+
+    key: str
+    title: str
+    names: dict[str, str]
+    how: str
+
+
+WANTED = (
+    ChartSpec("loss", "Loss", {"loss": "train", "eval_loss": "eval"}, "run.record(loss=loss)"),
+    ChartSpec("lr", "Learning rate", {"lr": "learning rate"}, "run.note(engine.step())"),
+    ChartSpec("loss_scale", "Loss scale", {"loss_scale": "loss scale"}, "only runs in fp16 scale the loss"),
+    ChartSpec(
+        "grad_norm",
+        "Gradient norm",
+        {"grad_norm": "gradient norm"},
+        "measured in fp16, or with clip_grad_norm or track_grad_norm",
+    ),
+    ChartSpec("throughput", "Throughput (samples/s)", {"samples_per_s": "samples/s"}, 'the hook "throughput"'),
+    ChartSpec("memory", "Memory (MiB)", {"memory_mib": "measured"}, 'the hook "memory"'),
+)
 
 
 @dataclass
 class Line:
-    """A line of a chart. `colour` is an index into the page's colours; `kind` is line, dots or skips."""
+    """A line of a chart. `colour` is an index into the page's colours; `kind` is line, dots, plan or skips."""
 
     label: str
     series: Series
@@ -111,26 +132,49 @@ class Line:
         return {"label": self.label, "colour": self.colour, "kind": self.kind, "x": thin.step, "y": thin.value}
 
 
-def make_charts(runs: Sequence[Run]) -> dict[str, dict[str, Any]]:
-    """The data of the charts, with one for each other name in the records, for the script that draws them."""
-    known = {name for _, names in CHARTS.values() for name in names}
+@dataclass
+class Chart:
+    """Lines in one chart. `log` is the base of a logarithmic y axis, 0 for a linear one."""
+
+    key: str
+    title: str
+    lines: list[Line]
+    log: int
+    last_step: int
+
+    def data(self) -> dict[str, Any]:
+        """The data for the script that draws it."""
+        lines, from_zero = [line.data() for line in self.lines], self.key in ("lr", "throughput", "memory")
+        return {"title": self.title, "log": self.log, "zero": from_zero, "last": self.last_step, "lines": lines}
+
+
+def make_charts(runs: Sequence[Run]) -> tuple[list[Chart], list[ChartSpec]]:
+    """The charts (with one for each other name in the records), and the wanted ones without data."""
+    known = {name for wanted in WANTED for name in wanted.names}
     others = dict.fromkeys(name for run in runs for name in run.series if name not in known)
-    charts = CHARTS | {f"other-{n}": (in_words(name), {name: name}) for n, name in enumerate(others)}
-    last_step = max(1, *(max([run.last_step, *run.skipped[-1:]]) for run in runs))
-    found = {}
-    for key, (title, names) in charts.items():
-        if lines := [line for n, run in enumerate(runs) for line in _lines(run, n, names, len(runs) > 1)]:
-            rows, log = [line.row() for line in lines], _logarithm(key, lines)
-            lines += _skips(runs, lines) if key == "loss_scale" and log else []
-            found[key] = {"title": title, "log": log, "zero": key in ("lr", "throughput", "memory"), "last": last_step}
-            found[key] |= {"rows": rows, "lines": [line.data() for line in lines]}
-    return found
+    charts, absent = [], []
+    for wanted in (
+        *WANTED,
+        *(ChartSpec(f"other-{n}", in_words(name), {name: name}, "") for n, name in enumerate(others)),
+    ):
+        if lines := [line for n, run in enumerate(runs) for line in _lines(run, n, wanted.names, len(runs) > 1)]:
+            charts.append(_chart(wanted, lines, runs))
+        elif wanted.how:
+            absent.append(wanted)
+    return charts, absent
+
+
+_WORDS = {
+    "model_flops_per_s": "Model FLOP/s",
+    "mfu": "Model FLOPs utilization",
+    "tokens_per_s": "Throughput (tokens/s)",
+}
 
 
 def in_words(name: str) -> str:
     """The title of a recorded value: "Eval accuracy" for "eval_accuracy"."""
     words = name.replace("_", " ").replace(" per s", "/s")
-    return words[:1].upper() + words[1:]
+    return _WORDS.get(name, words[:1].upper() + words[1:])
 
 
 def thinned(series: Series) -> Series:
@@ -147,10 +191,12 @@ def thinned(series: Series) -> Series:
 
 
 def _lines(run: Run, index: int, names: dict[str, str], several: bool) -> list[Line]:
+    # A Trainer records a loss scale of 1 if there is none.
+    unscaled = run.plan.get("values", {}).get("loss_scale", "unknown") is None
     lines = []
     for name, label in names.items():
         series = run.series.get(name)
-        if series is None or not series.numbers:
+        if series is None or not series.numbers or (name == "loss_scale" and unscaled):
             continue
         words = [run.name] if several else []
         words += [label] if len(names) > 1 or not words else []
@@ -160,22 +206,24 @@ def _lines(run: Run, index: int, names: dict[str, str], several: bool) -> list[L
     return lines
 
 
-def _logarithm(key: str, lines: list[Line]) -> int:
-    """The base of the logarithmic y axis, 0 for a linear one."""
+def _chart(spec: ChartSpec, lines: list[Line], runs: Sequence[Run]) -> Chart:
+    """A chart with its axes, and the lines that are not in the records: skipped updates, and the planned memory."""
+    last_step = max(1, *(max([run.last_step, *run.skipped[-1:]]) for run in runs))
     values = [value for line in lines for value in line.series.numbers]
-    if key == "grad_norm" and min(values) > 0 and max(values) > 50 * min(values):
-        return 10
-    return 2 if key == "loss_scale" and min(values) > 0 else 0
-
-
-def _skips(runs: Sequence[Run], lines: list[Line]) -> list[Line]:
-    """Marks of the skipped updates, below the lines."""
-    floor = 2.0 ** math.floor(math.log2(min(value for line in lines for value in line.series.numbers)))
-    found = []
-    for index, run in enumerate(runs):
-        if run.skipped:
-            floor /= 2
-            name, colour = (f"{run.name} ", index) if len(runs) > 1 else ("", -1)
-            marks = Series(run.skipped, [floor] * len(run.skipped))
-            found.append(Line(f"{name}skipped updates", marks, colour, "skips"))
-    return found
+    least, names = min(values), [f"{run.name} " if len(runs) > 1 else "" for run in runs]
+    log = 0
+    if spec.key == "grad_norm" and least > 0 and max(values) > 50 * least:
+        log = 10
+    elif spec.key == "loss_scale" and least > 0:
+        log, floor = 2, 2.0 ** math.floor(math.log2(least))
+        for index, run in enumerate(runs):
+            if run.skipped:
+                floor /= 2
+                marks = Series(run.skipped, [floor] * len(run.skipped))
+                lines.append(Line(f"{names[index]}skipped updates", marks, index if len(runs) > 1 else -1, "skips"))
+    elif spec.key == "memory":
+        for index, run in enumerate(runs):
+            if sizes := [rank["bytes"] / 2**20 for rank in run.plan.get("values", {}).get("ranks", ())]:
+                level = Series([0, last_step], [max(sizes)] * 2)
+                lines.append(Line(f"{names[index]}planned, without activations", level, index, "plan"))
+    return Chart(spec.key, spec.title, lines, log, last_step)

@@ -94,8 +94,9 @@ def read_run(path: Path) -> Run:
         what = "holds none of " + ", ".join(FILES) if path.is_dir() else "is not a folder"
         raise InputError(f"{show_name(str(path))} {what}; give the folder of a RunFolder or of the hook 'run'")
     run = Run(path.resolve().name, path)
-    run.sessions, run.plans = read_earlier(path / CONFIG, "sessions"), read_earlier(path / PLAN, "plans")
-    run.precision = json.loads((path / PRECISION).read_text()) if (path / PRECISION).exists() else {}
+    run.sessions = _read_json(run, CONFIG).get("sessions", [])
+    run.plans = _read_json(run, PLAN).get("plans", [])
+    run.precision = _read_json(run, PRECISION) if (path / PRECISION).exists() else {}
     if (path / METRICS).exists():
         run.written = datetime.fromtimestamp((path / METRICS).stat().st_mtime, UTC)
     records, unreadable = read_records(path / METRICS)
@@ -105,7 +106,10 @@ def read_run(path: Path) -> Run:
         run.notes.append(f"{METRICS} has no records: the run ended before the first one, or recorded nothing")
     _add_records(run, records)
     if run.skipped_steps is not None and (missing := run.skipped_steps - len(run.skipped)) > 0:
-        run.notes.append(f"the numbers of {missing} of {run.skipped_steps} skipped updates were not recorded")
+        run.notes.append(
+            f"the numbers of {missing} of {run.skipped_steps} skipped updates are unknown: a session was killed before "
+            "it recorded them, or the loop did not call run.note"
+        )
     return run
 
 
@@ -119,6 +123,14 @@ def read_runs(paths: list[Path]) -> list[Run]:
         if names.count(run.name) > 1:
             run.name = f"{'/'.join(run.path.resolve().parts[-2:])} ({number})"
     return runs
+
+
+def _read_json(run: Run, name: str) -> dict[str, Any]:
+    try:
+        return dict(json.loads((run.path / name).read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        run.notes.append(f"{name} is unreadable ({type(error).__name__})")
+        return {}
 
 
 def _add_records(run: Run, records: list[dict[str, Any]]) -> None:
@@ -168,15 +180,23 @@ def read_records(path: Path) -> tuple[list[dict[str, Any]], int]:
     return records, unreadable
 
 
-def drop_records(path: Path, step: int) -> None:
-    """Remove the records after update `step` from the file, and unreadable lines."""
+def drop_records(path: Path, step: int) -> tuple[list[int], list[tuple[int, str]]]:
+    """Remove the records after update `step` from the file, and unreadable lines.
+
+    Returns:
+        The skipped updates and the warnings up to `step` that the removed records had.
+    """
     records, _ = read_records(path)
     replace_file(path, "".join(format_record(record) for record in records if record["step"] <= step))
+    later = [record for record in records if record["step"] > step]
+    skipped = {number for record in later for number in record.get(SKIPPED, ()) if number <= step}
+    warnings = [(made, text) for record in later for made, text in record.get(WARNINGS, ()) if made <= step]
+    return sorted(skipped), warnings
 
 
 def read_earlier(path: Path, key: str) -> list[dict[str, Any]]:
-    """The list `key` that the sessions of the run wrote."""
-    return list(json.loads(path.read_text()).get(key, [])) if path.exists() else []
+    """The list `key` that earlier sessions of the run wrote."""
+    return list(json.loads(path.read_text())[key]) if path.exists() else []
 
 
 def move_earlier(directory: Path) -> None:

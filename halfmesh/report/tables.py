@@ -72,10 +72,12 @@ def plan_rows(runs: Sequence[Run]) -> Rows:
 
 
 def config_rows(runs: Sequence[Run]) -> Rows:
-    """The keys that some run sets."""
-    found = [{key: as_text(item) for key, item in flatten(run.session.get("config", {})).items()} for run in runs]
-    names = dict.fromkeys(key for config in found for key in config)
-    return [(key, [config.get(key, "(not set)") for config in found]) for key in names]
+    """The keys that some run sets, or whose defaults differ."""
+    everything = [all_keys(run.session) for run in runs]
+    names = dict.fromkeys(key for run in runs for key in _flatten(run.session.get("config", {})))
+    shared = [key for key in everything[0] if all(key in found for found in everything)]
+    names |= dict.fromkeys(key for key in shared if len({found[key] for found in everything}) > 1)
+    return [(key, [found.get(key, "(not set)") for found in everything]) for key in names]
 
 
 def differences(runs: Sequence[Run]) -> Rows:
@@ -84,30 +86,53 @@ def differences(runs: Sequence[Run]) -> Rows:
     return [(name, texts) for name, texts in rows if len(set(texts)) > 1]
 
 
-def as_text(item: Any) -> str:
-    """A value of a config."""
-    return item if isinstance(item, str) else json.dumps(item, ensure_ascii=False)
+def all_keys(session: dict[str, Any]) -> dict[str, str]:
+    """Every key of a session's config, including defaults, as text."""
+    return _flatten(session.get("settings", {})) | _flatten(session.get("config", {}))
 
 
-def flatten(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested dicts as dotted keys."""
-    found: dict[str, Any] = {}
+def changes(runs: Sequence[Run]) -> list[str]:
+    """The changes when a run was resumed, in words."""
+    said = []
+    for run in runs:
+        for before, after in zip(run.sessions, run.sessions[1:], strict=False):
+            old, new = all_keys(before), all_keys(after)
+            said += [
+                f"{run.name}, from update {after['from_step']}: {key} {old.get(key)} -> {new.get(key)}"
+                for key in old | new
+                if old.get(key) != new.get(key)
+            ]
+    return said
+
+
+def _flatten(value: dict[str, Any], prefix: str = "") -> dict[str, str]:
+    """Nested dicts as dotted keys; other values as JSON."""
+    found: dict[str, str] = {}
     for key, item in value.items():
-        found |= flatten(item, f"{prefix}{key}.") if isinstance(item, dict) and item else {f"{prefix}{key}": item}
+        if isinstance(item, dict) and item:
+            found |= _flatten(item, f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = item if isinstance(item, str) else json.dumps(item, ensure_ascii=False)
     return found
 
 
 def _optimizer(run: Run) -> str:
     """The settings of each group of parameters at the start of the run, without those that are off."""
     groups = run.plan.get("values", {}).get("optimizer", [])
-    said = [", ".join(f"{key} {value}" for key, value in group.items() if value) for group in groups]
-    return "; ".join(dict.fromkeys(text.removeprefix("type ") for text in said))
+    said = (
+        ", ".join([group["type"], *(f"{key} {value}" for key, value in group.items() if value and key != "type")])
+        for group in groups
+    )
+    return "; ".join(dict.fromkeys(said))
 
 
 def _machine(run: Run) -> str:
     if not run.sessions:
         return ""
-    return f"{counted(run.session['world_size'], 'rank')} on {run.session['device']}"
+    ranks, device = run.session["world_size"], run.session["device"]
+    return (
+        f"{ranks} x {device}" if "cuda" in run.session.get("versions", {}) else f"{counted(ranks, 'rank')} on {device}"
+    )
 
 
 def _skipped(run: Run) -> str:
@@ -117,9 +142,12 @@ def _skipped(run: Run) -> str:
 def _duration(run: Run) -> str:
     seconds = 0.0
     for session in run.sessions:
-        end = _time(session["ended"]) if session["ended"] else run.written if session is run.session else None
+        end = run.written if session is run.session else None
+        end = _time(session["ended"]) if session["ended"] else end
         seconds += 0.0 if end is None else max(0.0, (end - _time(session["started"])).total_seconds())
     hours, rest = divmod(round(seconds), 3600)
+    if not run.sessions:
+        return ""
     return f"{hours} h {rest // 60} min" if hours else f"{rest // 60} min {rest % 60} s".removeprefix("0 min ")
 
 

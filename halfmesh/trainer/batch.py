@@ -74,8 +74,10 @@ def _find_loss(engine: Engine, output: Any) -> Any:
     if loss is None and isinstance(output, torch.Tensor) and output.dim() == 0:
         loss = output
     if loss is None and engine.training:
-        problem = f"the model returned {type(output).__name__} without a loss, and initialize got no criterion"
-        raise InputError(f"{problem}; give it one, or put the labels that the model's loss needs into the batch")
+        raise InputError(
+            f"the model returned {type(output).__name__} without a loss, and initialize got no criterion; give "
+            "initialize a criterion, or put the labels that the model's loss needs into the batch"
+        )
     return loss
 
 
@@ -83,8 +85,11 @@ def _split(engine: Engine, batch: Any) -> tuple[Sequence[Any], Mapping[str, Any]
     """The positional and named arguments of the model, the target, and whether it is the criterion's."""
     if isinstance(batch, (tuple, list)):
         if len(batch) < 2:
-            problem = f"a batch of {counted(len(batch), 'item')} has no target"
-            raise InputError(f"{problem}; return (input, target) from the dataset, or give the Trainer compute=")
+            raise InputError(
+                f"a batch of {counted(len(batch), 'item')} has no target; return (input, target) from the dataset, or "
+                "give the Trainer compute=f, where f(engine, batch) returns halfmesh.Outcome(loss, output, target, "
+                "rows)"
+            )
         return batch[:-1], {}, batch[-1], True
     if not isinstance(batch, Mapping):
         return (batch,), {}, None, False
@@ -92,6 +97,8 @@ def _split(engine: Engine, batch: Any) -> tuple[Sequence[Any], Mapping[str, Any]
     if not engine.has_criterion:
         return (), batch, None if key is None else batch[key], False
     if key is None:
-        problem = f"a batch with the keys {', '.join(map(repr, batch))} has no target for the criterion"
-        raise InputError(f"{problem}; name it {' or '.join(map(repr, TARGETS))}, or give the Trainer compute=")
+        raise InputError(
+            f"a batch with the keys {', '.join(map(repr, batch))} has no target for the criterion; name it "
+            f"{' or '.join(map(repr, TARGETS))}, or give the Trainer your own compute"
+        )
     return (), {name: value for name, value in batch.items() if name != key}, batch[key], True

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
 from ..data.loader import EngineDataLoader
@@ -17,11 +19,13 @@ from ..engine.engine import Engine
 from ..engine.executor import even_out
 from ..engine.pipeline_handles import Handle
 from ..errors import InputError
-from ..parallel.comm import broadcast_object
+from ..parallel.comm import is_simulated
 from ..parallel.mesh import ParallelContext
 from ..utils.tensors import leaves_of, map_tensors, tensors_of
 from .batch import TARGETS, Outcome
 
+CHUNK = 64 * 2**20
+"""Bytes that are sent at once."""
 _VALUES = (str, int, float, np.generic, np.ndarray)
 """What an output holds besides tensors."""
 
@@ -34,7 +38,9 @@ def shard_dataloader(engine: Engine, dataloader: DataLoader[Any]) -> EngineDataL
         InputError: not a DataLoader.
     """
     if not isinstance(loader_in(dataloader), DataLoader):
-        raise InputError(f"{type(dataloader).__name__} is not a DataLoader; wrap it: DataLoader(dataset, ...)")
+        raise InputError(
+            f"{type(dataloader).__name__} is not a DataLoader; wrap it: DataLoader(dataset, batch_size=...)"
+        )
     loader = ShardedLoader(dataloader, engine.context, training=False)
     return even_out(EngineDataLoader(loader, engine.context, engine.config.seed), engine)
 
@@ -48,8 +54,10 @@ def choose_train_loader(engine: Engine, train: Any) -> Any:
     if train is None or (engine.has_dataloader and train is engine.dataloader):
         return engine.dataloader
     if isinstance(loader_in(train), (DataLoader, Dataset)):
-        problem = f"fit was given a {type(train).__name__} that is not sharded over the data ranks"
-        raise InputError(f"{problem}; pass it to initialize instead, or your own batches to fit")
+        raise InputError(
+            f"fit was given a {type(train).__name__} that is not sharded over the data ranks; pass it to initialize as "
+            "the dataloader instead (fit also accepts an iterable of batches that are already on the device)"
+        )
     return train
 
 
@@ -79,16 +87,17 @@ class MeanLoss:
 
     def add(self, outcome: Outcome) -> None:
         """Add the loss of a batch, if this rank has it."""
-        loss = outcome.loss.value() if isinstance(outcome.loss, Handle) else outcome.loss
+        loss = outcome.loss
+        if isinstance(loss, Handle):
+            loss = loss.value()
         if loss is None:
             return
         weight: Any = outcome.rows if self._by_rows else 1
         alpha = 1 if self._reduction == "sum" else weight
         if self._reduction == "weighted":
-            (loss, weight), alpha = loss, 1
-        with torch.no_grad():
-            self._total.add_(loss, alpha=alpha)
-            self._weight = self._weight + weight
+            (loss, weight), alpha = map(_detached, loss), 1
+        self._total.add_(_detached(loss), alpha=alpha)
+        self._weight = self._weight + weight
 
     def take(self) -> float | None:
         """The mean since the last call; None without batches. A collective of all ranks."""
@@ -100,6 +109,10 @@ class MeanLoss:
         self._reset()
         total, weight = sums.tolist()
         return total / weight if weight else None
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, torch.Tensor) else value
 
 
 def predict(engine: Engine, dataloader: Any) -> Any:
@@ -145,7 +158,11 @@ def _rows(output: Any) -> list[Any]:
     """The output of each sample."""
     sizes = {tensor.shape[0] if tensor.dim() else 0 for tensor in tensors_of(output)}
     if len(sizes) != 1 or 0 in sizes:
-        raise InputError(f"predict needs a row of the output for each sample, but its first dims are {sorted(sizes)}")
+        raise InputError(
+            "predict joins outputs along the first dim, which must be the batch's where data ranks take turns in "
+            f"samples, but the sizes of one output are {sorted(sizes)}; return tensors with one row for each sample "
+            "from the model"
+        )
     return [map_tensors(lambda tensor, row=row: tensor[row : row + 1], output) for row in range(*sizes)]  # type: ignore[misc]
 
 
@@ -153,19 +170,36 @@ def _joined(pieces: list[Any]) -> Any:
     """The pieces joined along the first dim, or the list of them if they do not fit."""
     if not pieces:
         raise InputError("the DataLoader gave predict no samples; give it one that is not empty")
-    kinds = [(repr(leaves_of(each, _VALUES)), [t.shape[1:] for t in tensors_of(each)]) for each in pieces]
-    has_rows = len({tensor.shape[:1] for tensor in tensors_of(pieces[0])} - {torch.Size()}) == 1
-    if not has_rows or kinds != kinds[:1] * len(pieces):
+
+    def kind(piece: Any) -> tuple[str, list[torch.Size], bool]:
+        tensors = tensors_of(piece)
+        has_rows = len({tensor.shape[:1] for tensor in tensors}) == 1 and tensors[0].dim() > 0
+        return repr(leaves_of(piece, _VALUES)), [tensor.shape[1:] for tensor in tensors], has_rows
+
+    kinds = [kind(piece) for piece in pieces]
+    if not kinds[0][-1] or kinds != kinds[:1] * len(pieces):
         return pieces
     joined = iter([torch.cat(parts) for parts in zip(*map(tensors_of, pieces), strict=True)])
     return map_tensors(lambda tensor: next(joined), pieces[0])
 
 
 def gather_tensors(value: Any, context: ParallelContext) -> list[Any]:
-    """The `value` of each rank, by rank, on all of them: nested tensors on the CPU, of any shapes. One rank sends at a
-    time: so a device holds one of these, and not what all ranks have."""
-    if context.size == 1:
-        return [value]
+    """The `value` of each rank, by rank, on all of them: nested tensors on the CPU, of any shapes.
+
+    One rank sends at a time, in chunks: so a device holds one of these, and not what all ranks have.
+    """
+    if context.size == 1 or is_simulated():
+        return context.everyone(value)
     # Copies: pickle would include all of the memory that a view refers to.
     copied = map_tensors(lambda tensor: tensor.detach().clone(), value)
-    return [broadcast_object(copied, rank, context.device) for rank in range(context.size)]
+    own = torch.frombuffer(bytearray(pickle.dumps(copied)), dtype=torch.uint8)
+    found = []
+    for rank, size in enumerate(context.everyone(len(own))):
+        content = own if rank == context.rank else torch.empty(size, dtype=torch.uint8)
+        for chunk in content.split(CHUNK):
+            sent = chunk.to(context.device)
+            dist.broadcast(sent, rank)
+            chunk.copy_(sent)
+        received: Any = content.numpy()  # a buffer, which numpy's types do not say
+        found.append(pickle.loads(received))
+    return found

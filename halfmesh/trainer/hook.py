@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ..amp.step_result import StepResult
-from ..errors import InputError, show
+from ..errors import InputError, did_you_mean, show
 from ..utils.registry import Registry
 from .batch import Outcome
 
@@ -93,8 +94,10 @@ def add_measured(record: Record, hook: Hook, method: str, given: Mapping[str, An
         InputError: a name is in the record already, so one value would hide the other.
     """
     if twice := [key for key in given if key in record]:
-        names = ", ".join(map(repr, twice))
-        raise InputError(f"{type(hook).__name__}.{method} returned {names}, which the record already has; rename it")
+        raise InputError(
+            f"{type(hook).__name__}.{method} returned {', '.join(map(repr, twice))}, which the record already has; "
+            "rename the metric, or remove a hook that is listed twice"
+        )
     record.update(given)
 
 
@@ -132,12 +135,29 @@ def make_hook(given: HookLike) -> Hook:
         return given
     options = {"type": given} if isinstance(given, str) else given
     if not isinstance(options, Mapping) or "type" not in options:
-        expected = f"an object of a subclass of halfmesh.Hook, one of {HOOKS.names()}, or dict(type=name, ...)"
-        raise InputError(f"{given!r} is not a hook: expected {expected}")
-    name, arguments = options["type"], {key: value for key, value in options.items() if key != "type"}
-    kind = HOOKS.get(name)
+        raise InputError(
+            f"{given!r} is not a hook: expected an object of a subclass of halfmesh.Hook (not the class), a name "
+            f"({', '.join(HOOKS.names())}), or dict(type=name, ...)"
+        )
+    name = options["type"]
+    kind, arguments = HOOKS.get(name), {key: value for key, value in options.items() if key != "type"}
+    _check_arguments(name, inspect.signature(kind).parameters, arguments)
     try:
         made: Hook = kind(**arguments)
     except TypeError as error:
         raise InputError(f"hook {name!r} with {show(arguments)}: {error}") from error
     return made
+
+
+def _check_arguments(name: str, known: Mapping[str, inspect.Parameter], given: Mapping[str, Any]) -> None:
+    """Raise InputError if an argument is unknown or missing."""
+    if any(one.kind is one.VAR_KEYWORD for one in known.values()):
+        return
+    problems = [
+        f"{key}={show(value)} is not one of its arguments{did_you_mean(key, known)}"
+        for key, value in given.items()
+        if key not in known
+    ]
+    problems += [f"{key} is missing" for key, one in known.items() if one.default is one.empty and key not in given]
+    if problems:
+        raise InputError(f"hook {name!r} takes {', '.join(known) or 'no arguments'}: {'; '.join(problems)}")

@@ -53,7 +53,8 @@ class MetricHook(Hook):
         self._arguments = arguments
 
     def before_fit(self, trainer: Trainer) -> None:
-        self._begin(trainer)
+        if self._on == "train":
+            self._begin(trainer)
 
     def after_batch(self, trainer: Trainer, outcome: Outcome) -> None:
         if self._on == "train":
@@ -97,8 +98,9 @@ class MetricHook(Hook):
         having = [rank for rank, states in enumerate(everyone) if states and None not in states.values()]
         values: dict[str, float] = {}
         for name, metric in self._metrics.items():
-            if metric.update_count or not having:
-                values |= dict(_flat(prefix + name, _computed(metric, [everyone[rank][name] for rank in having])))
+            filled = [everyone[rank][name] for rank in having]
+            if metric.update_count or not filled:
+                values |= dict(_flat(prefix + name, _computed(metric, filled)))
             metric.reset()
         # A rank without a batch has no usable state.
         return broadcast_object(values, having[0], context.device) if having and context.size > 1 else values
@@ -163,10 +165,11 @@ class MonitorHook(Hook):
         if mode not in ("min", "max"):
             raise InputError(f"mode={mode!r}: expected 'min' (lower is better) or 'max'")
         self._monitor, self._mode, self._min_delta = monitor, mode, min_delta
+        self._sign = 1 if mode == "min" else -1
         self._reset()
 
     def _reset(self) -> None:
-        self.best = math.inf if self._mode == "min" else -math.inf
+        self.best = math.inf * self._sign
 
     def state_dict(self) -> dict[str, Any]:
         kept = {name: getattr(self, name) for name in self._kept}
@@ -179,22 +182,26 @@ class MonitorHook(Hook):
 
     def before_fit(self, trainer: Trainer) -> None:
         if not trainer.evaluates:
-            problem = f"{type(self).__name__} needs {self._monitor!r} from an evaluation, but this fit has none"
-            raise InputError(f"{problem}; give it an eval_dataloader, and eval_interval= or eval_steps= above 0")
+            raise InputError(
+                f"{type(self).__name__} needs {self._monitor!r} from an evaluation, but this fit has none; give fit or "
+                "initialize an eval_dataloader (and eval_interval= or eval_steps= above 0), or remove the hook"
+            )
         if trainer.engine.global_step == 0:  # the hook may have been used in another run
             self._reset()
 
     def _read(self, results: Mapping[str, float]) -> float:
         """The value. Raises InputError if there is no result of that name."""
         if self._monitor not in results:
-            found = f"{', '.join(results) or 'none'}{did_you_mean(self._monitor, results)}"
-            raise InputError(f"monitor={self._monitor!r}: the results of evaluation are {found}")
+            raise InputError(
+                f"monitor={self._monitor!r}: the results of evaluation are {', '.join(results) or 'none'}"
+                f"{did_you_mean(self._monitor, results)}"
+            )
         return results[self._monitor]
 
     def _improves(self, results: Mapping[str, float]) -> bool:
         """Return True if this is the best value so far; nan never is."""
-        value, sign = self._read(results), 1 if self._mode == "min" else -1
-        is_better = sign * value < sign * self.best - self._min_delta
+        value = self._read(results)
+        is_better = self._sign * value < self._sign * self.best - self._min_delta
         self.best = value if is_better else self.best
         return is_better
 
@@ -225,7 +232,8 @@ class CheckpointHook(MonitorHook):
 class EarlyStopHook(MonitorHook):
     """Stops after `patience` evaluations in a row without an improvement.
 
-    A resumed run continues the count. A run that was stopped stops again until you raise `patience`.
+    A resumed run continues the count. A run that was stopped stops again until you raise `patience`. Evaluating twice
+    at the same update counts once.
 
     Args:
         monitor: the name of a result of evaluation.
@@ -233,7 +241,7 @@ class EarlyStopHook(MonitorHook):
         min_delta: the smallest change that counts as an improvement.
     """
 
-    _kept = ("best", "waited")
+    _kept = ("best", "waited", "last")
 
     def __init__(
         self, monitor: str = "eval_loss", patience: int = 3, mode: Literal["min", "max"] = "min", min_delta: float = 0.0
@@ -244,14 +252,17 @@ class EarlyStopHook(MonitorHook):
 
     def _reset(self) -> None:
         super()._reset()
-        self.waited = 0
+        self.waited, self.last = 0, -1
 
     def before_fit(self, trainer: Trainer) -> None:
         super().before_fit(trainer)
         self._stop_if_due(trainer)
 
     def after_eval(self, trainer: Trainer, results: Mapping[str, float]) -> None:
-        self.waited = 0 if self._improves(results) else self.waited + 1
+        improves, step = self._improves(results), trainer.engine.global_step
+        if step != self.last:
+            self.waited = 0 if improves else self.waited + 1
+        self.last = step
         self._stop_if_due(trainer)
 
     def _stop_if_due(self, trainer: Trainer) -> None:
@@ -271,8 +282,10 @@ class LRSchedulerHook(MonitorHook):
         super().__init__(monitor)
 
     def before_fit(self, trainer: Trainer) -> None:
-        if trainer.engine.lr_scheduler is None or trainer.engine.config.lr_interval != "manual":
-            raise InputError("LRSchedulerHook needs an lr_scheduler, and lr_interval='manual' in the config")
+        scheduler, interval = trainer.engine.lr_scheduler, trainer.engine.config.lr_interval
+        if scheduler is None or interval != "manual":
+            has = "there is none" if scheduler is None else f"the engine advances it with lr_interval={interval!r}"
+            raise InputError(f"LRSchedulerHook needs an lr_scheduler and lr_interval='manual' in the config, but {has}")
         super().before_fit(trainer)
 
     def after_eval(self, trainer: Trainer, results: Mapping[str, float]) -> None:

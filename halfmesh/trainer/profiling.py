@@ -46,21 +46,25 @@ class RecordingHook(Hook):
     _suffix: ClassVar[str]
 
     def __init__(self, steps: tuple[int, int], folder: str | Path | None, ranks: Ranks) -> None:
-        self._first, self._last = steps
-        if not self._warm_up < self._first <= self._last:
+        is_pair = isinstance(steps, (tuple, list)) and len(steps) == 2 and all(type(step) is int for step in steps)
+        if not is_pair or not self._warm_up < steps[0] <= steps[1]:
             least = f"{self._warm_up + 1} or later" + self._warm_up * ", after one to warm up"
             raise InputError(f"steps={show(steps)}: expected the first and the last update, as in (10, 15): {least}")
+        self._first, self._last = steps
         self._folder, self._ranks = folder, ranks
+        self._told = (0,) if ranks == "all" else tuple(ranks)
         self._recording: ExitStack | None = None
 
     def _begin(self, trainer: Trainer, first: int, scope: ExitStack) -> None:
         """Record from update `first` on, until `scope` ends."""
+        raise NotImplementedError
 
     def _next(self) -> None:
         """An update has ended, and others follow."""
 
     def _save(self, path: Path, scope: ExitStack) -> None:
         """Write the file."""
+        raise NotImplementedError
 
     def _records(self, trainer: Trainer) -> bool:
         """True if this rank records."""
@@ -72,6 +76,10 @@ class RecordingHook(Hook):
         return f"updates-{self._begun}-{step}" if step >= self._begun and self._is_chosen(trainer) else ""
 
     def before_fit(self, trainer: Trainer) -> None:
+        size = trainer.engine.context.size
+        if self._ranks != "all" and not all(rank in range(size) for rank in self._ranks):
+            raise InputError(f"ranks={show(self._ranks)}: expected ranks below {size}, or 'all'")
+        self._before, self._has_written = trainer.engine.global_step, False
         self._begin_if_due(trainer)
 
     def after_step(self, trainer: Trainer, result: StepResult) -> None:
@@ -81,6 +89,12 @@ class RecordingHook(Hook):
             self._next()
         else:
             self.close(trainer)
+
+    def after_fit(self, trainer: Trainer) -> None:
+        self.close(trainer)
+        if self._records(trainer) and self._is_chosen(trainer) and not self._has_written and self._last < sys.maxsize:
+            steps = self._first, self._last, self._before + 1, trainer.engine.global_step
+            _log.info("none of the updates %d to %d was recorded: this fit made %d to %d", *steps, ranks=self._told)
 
     def _is_chosen(self, trainer: Trainer) -> bool:
         return self._ranks == "all" or trainer.engine.context.rank in self._ranks
@@ -100,12 +114,21 @@ class RecordingHook(Hook):
         scope, self._recording = self._recording, None
         with scope:
             if name := self._name(trainer):
-                runs = [hook.directory for hook in trainer._hooks if isinstance(hook, RunHook)]
-                folder = Path(self._folder) if self._folder is not None else Path(*runs[:1], "profile")
-                folder.mkdir(parents=True, exist_ok=True)
-                path = folder / f"{name}.rank{trainer.engine.context.rank}.{self._suffix}"
-                self._save(path, scope)
-                _log.info("wrote %s", path, ranks=None)
+                self._write(trainer, name, scope)
+
+    def _write(self, trainer: Trainer, name: str, scope: ExitStack) -> None:
+        """Write the file; an error does not end training."""
+        runs = [hook.directory for hook in trainer._hooks if isinstance(hook, RunHook)]
+        folder = Path(self._folder) if self._folder is not None else Path(*runs[:1], "profile")
+        self._has_written = True
+        path = folder / f"{name}.rank{trainer.engine.context.rank}.{self._suffix}"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._save(path, scope)
+        except OSError as error:
+            _log.warning("cannot write %s: %s", path, error, ranks=None)
+        else:
+            _log.info("wrote %s", path, ranks=self._told if name.startswith("updates") else None)
 
 
 class ProfileHook(RecordingHook):
@@ -137,14 +160,19 @@ class ProfileHook(RecordingHook):
         with_stack: bool = False,
     ) -> None:
         super().__init__(steps, folder, ranks)
-        options = {"record_shapes": record_shapes, "profile_memory": profile_memory, "with_stack": with_stack}
-        self._options: dict[str, Any] = options
+        self._options: dict[str, Any] = {
+            "record_shapes": record_shapes,
+            "profile_memory": profile_memory,
+            "with_stack": with_stack,
+        }
 
     def _begin(self, trainer: Trainer, first: int, scope: ExitStack) -> None:
+        def action(step: int) -> ProfilerAction:
+            return ProfilerAction.RECORD if step >= first else ProfilerAction.WARMUP
+
         if not trainer.engine.config.profile_ranges:
             scope.enter_context(add_ranges(trainer.engine))
-        actions = ProfilerAction.WARMUP, ProfilerAction.RECORD
-        self._profiler = profile(schedule=lambda step: actions[step >= first], **self._options)
+        self._profiler = profile(schedule=action, **self._options)
         self._profiler.step_num = first - 1  # "ProfilerStep#10" is update 10
         scope.enter_context(self._profiler)
 
@@ -188,7 +216,9 @@ class MemorySnapshotHook(RecordingHook):
 
     def before_fit(self, trainer: Trainer) -> None:
         if not self._records(trainer):
-            _log.info("memory_snapshot records nothing on the device %s: it needs a GPU", trainer.engine.device)
+            _log.info(
+                "the hook memory_snapshot records nothing on the device %s: it needs a GPU", trainer.engine.device
+            )
         super().before_fit(trainer)
 
     def _begin(self, trainer: Trainer, first: int, scope: ExitStack) -> None:

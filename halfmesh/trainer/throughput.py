@@ -66,8 +66,8 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
 
 _log = get_logger(__name__)
 
-_LEAST_S, _LEAST_BATCHES = 10.0, 20
-"""The least seconds and batches for the share of waiting: the start of workers must not dominate it."""
+_WINDOW_S, _WINDOW_BATCHES = 10.0, 20
+"""The shortest window for the share of waiting, in seconds and batches: the start of workers must not dominate it."""
 _WAITING = 0.3
 """The share of time that may be spent waiting for data. With a loader that keeps up it is almost zero."""
 
@@ -101,6 +101,7 @@ class ThroughputHook(Hook):
         """Batches until the operations are counted; the first one also runs the trials of some models."""
         self._counting = ExitStack()
         self._counter = FlopCounterMode(display=False)
+        self._window_s, self._batches, self._waited_before = 0.0, 0, 0.0
         self._has_warned = False
         self._reset()
 
@@ -112,8 +113,7 @@ class ThroughputHook(Hook):
         self._warm_up = 2 if self._given == "auto" else 0
         if not isinstance(self._given, str):
             self.flops = self._given
-        self._total_s, self._batches, engine = 0.0, 0, trainer.engine
-        self._waited_before = engine.dataloader.waited_s if engine.has_dataloader else 0.0
+        self._waited_before = _waited_s(trainer)
         self._reset()
 
     def before_batch(self, trainer: Trainer, batch: Any) -> None:
@@ -128,10 +128,7 @@ class ThroughputHook(Hook):
             self._warm_up -= 1
             if not self._warm_up:
                 self._counting.close()
-                context = trainer.engine.context
-                counts = [self._counter.get_total_flops(), outcome.rows if context.counts_outputs else 0]
-                flops, rows = context.all_reduce(torch.tensor(counts, device=context.device)).tolist()
-                self.flops = flops / rows if rows else None  # the mean over all samples of the batch, on all ranks
+                self.flops = self._per_sample(trainer, outcome.rows)
             self._resume(trainer)
             return
         self._count[0] += outcome.rows
@@ -177,15 +174,31 @@ class ThroughputHook(Hook):
 
     def _watch_loader(self, trainer: Trainer, seconds: float) -> None:
         """Warn once if the loop waits for data. `seconds` have passed since the last record."""
-        engine, self._total_s = trainer.engine, self._total_s + seconds
-        if self._has_warned or not engine.has_dataloader or self._total_s < _LEAST_S or self._batches < _LEAST_BATCHES:
+        self._window_s += seconds
+        if self._window_s < _WINDOW_S or self._batches < _WINDOW_BATCHES:
             return
-        share = (engine.dataloader.waited_s - self._waited_before) / self._total_s
-        if share > _WAITING:
+        total, batches, waited = self._window_s, self._batches, _waited_s(trainer) - self._waited_before
+        self._window_s, self._batches, self._waited_before = 0.0, 0, _waited_s(trainer)
+        if waited > _WAITING * total and not self._has_warned:
             self._has_warned = True
-            text = "the loop waited for engine.dataloader %.0f %% of its time; give the DataLoader more workers"
-            numbers = engine.dataloader.num_workers, os.cpu_count()
-            _log.warning(f"{text} (num_workers=%d; this machine has %s cores)", 100 * share, *numbers)
+            _log.warning(
+                "the loop waited for engine.dataloader %.0f %% of its time (%.1f of %.1f s, %d batches); give the "
+                "DataLoader more workers (num_workers=%d; this machine has %s cores), or prepare samples beforehand",
+                *(100 * waited / total, waited, total, batches),
+                *(trainer.engine.dataloader.num_workers, os.cpu_count()),
+            )
+
+    def _per_sample(self, trainer: Trainer, rows: int) -> float | None:
+        """The mean over all samples of the batch, on all ranks. None if there are none."""
+        context = trainer.engine.context
+        counts = torch.tensor([self._counter.get_total_flops(), rows if context.counts_outputs else 0])
+        flops, rows = context.all_reduce(counts.to(context.device)).tolist()
+        return flops / rows if rows else None
+
+
+def _waited_s(trainer: Trainer) -> float:
+    engine = trainer.engine
+    return engine.dataloader.waited_s if engine.has_dataloader else 0.0
 
 
 class MemoryHook(Hook):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 from ..amp.step_result import StepResult
 from ..debug.precision import judge_scale
 from ..engine.engine import Engine
-from ..errors import InputError, reject_below
+from ..errors import InputError, Interrupted, reject_below
 from ..report.folder import update_record
 from ..utils.log import get_logger
 from .batch import Compute, compute_batch
@@ -38,8 +39,10 @@ class FitState:
 
     def state_dict(self) -> dict[str, Any]:
         states = {name: hook.state_dict() for name, hook in self.hooks.items()}
-        kept = {name: dict(state) for name, state in states.items() if state}
-        return {"evaluated_at": self.evaluated_at, "hooks": kept}
+        return {
+            "evaluated_at": self.evaluated_at,
+            "hooks": {name: dict(state) for name, state in states.items() if state},
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.evaluated_at = state["evaluated_at"]
@@ -128,7 +131,7 @@ class Trainer:
         self._loss = MeanLoss(self.engine)
         first = batches.next_epoch if batches is self._own_loader else 0
         self.epochs, self.total_steps = epochs, self._find_total(batches, epochs, first)
-        with self._hooked(hooks), self._saved_with_the_engine():
+        with self._ended_by_ctrl_c(), self._hooked(hooks), self._saved_with_the_engine():
             self._call("before_fit")
             self.epoch = first - 1
             while (epochs is None or self.epoch + 1 < epochs) and not self._is_over:
@@ -191,9 +194,11 @@ class Trainer:
 
     def _find_total(self, batches: Any, epochs: int | None, first: int) -> int | None:
         """See `total_steps`; `first`: the number of the first epoch."""
+        if epochs is None:
+            return self._max_steps
         is_own = batches is self._own_loader
         count = batches.loader.length if is_own else len(batches) if isinstance(batches, Sized) else None
-        if epochs is None or count is None:
+        if count is None:
             return self._max_steps
         cycle, done = self.engine.config.gradient_accumulation, batches.next_batch if is_own else 0
         left = max(0, epochs - first) * -(-count // cycle) - done // cycle
@@ -205,6 +210,7 @@ class Trainer:
         engine = self.engine
         engine.train()
         self._call("before_epoch")
+        before, after = self._hearing("before_batch"), self._hearing("after_batch")
         count, is_complete = 0, True
         for batch in batches:
             # Checked here, so that an epoch that ends with its last batch is complete. Accumulation cycles end first.
@@ -212,18 +218,23 @@ class Trainer:
                 is_complete = False
                 break
             count += 1
-            self._call("before_batch", batch)
+            for hook in before:
+                hook.before_batch(self, batch)
             engine.zero_grad()
             outcome = self.compute(engine, batch)
             engine.backward(outcome.loss)
             self.result = engine.step()
             self._loss.add(outcome)
-            self._call("after_batch", outcome)
+            for hook in after:
+                hook.after_batch(self, outcome)
             del outcome  # frees the output before the next forward
             if self.result is not None:
                 self._after_step(self.result)
         if not count and batches is not self._own_loader:
-            raise InputError(f"epoch {self.epoch} had no batch to train on; give fit a list, not a generator")
+            raise InputError(
+                f"epoch {self.epoch} had no batch to train on; `train` must be iterable in every epoch (a list or a "
+                "DataLoader, not a generator)"
+            )
         if is_complete and count and self.result is None:  # the user's batches end within an accumulation cycle
             self.result = engine.step(last=True)
             if self.result is not None:
@@ -250,18 +261,20 @@ class Trainer:
 
     def _evaluate(self, loader: Iterable[Any]) -> dict[str, float]:
         engine, mean = self.engine, MeanLoss(self.engine, by_rows=True)
+        heard = self._hearing("after_eval_batch")
         with evaluating(engine):
             self._call("before_eval")
             for batch in loader:
                 outcome = self.compute(engine, batch)
                 mean.add(outcome)
-                self._call("after_eval_batch", outcome)
+                for hook in heard:
+                    hook.after_eval_batch(self, outcome)
             loss = mean.take()
             results: Record = {} if loss is None else {"eval_loss": loss}
             for hook in self._hooks:
                 add_measured(results, hook, "eval_results", hook.eval_results(self))
         self._call("after_eval", results)
-        self._call("write", {"step": self.engine.global_step, "epoch": self.epoch, **results})
+        self._write({"step": self.engine.global_step, "epoch": self.epoch, **results})
         return results
 
     def _record(self) -> None:
@@ -271,13 +284,22 @@ class Trainer:
             return
         numbers = update_record(self.engine, self.result)
         record: Record = {"step": numbers["step"], "epoch": self.epoch, "loss": loss} | numbers
-        problems = list(judge_scale(record["loss_scale"])) if "loss_scale" in record else []
-        if problems and not self._has_odd_scale:  # once, until the scale is normal again
-            _log.warning("update %d: %s", self.engine.global_step, problems[0])
-        self._has_odd_scale = bool(problems)
+        if "loss_scale" in record:
+            self._warn_of_scale(record["loss_scale"])
         for hook in self._hooks:
             add_measured(record, hook, "measure", hook.measure(self))
-        self._call("write", record)
+        self._write(record)
+
+    def _warn_of_scale(self, scale: float) -> None:
+        """Warn once, until the scale is normal again."""
+        problems = list(judge_scale(scale))
+        if problems and not self._has_odd_scale:
+            _log.warning("update %d: %s", self.engine.global_step, problems[0])
+        self._has_odd_scale = bool(problems)
+
+    def _write(self, record: Record) -> None:
+        for hook in self._hooks:
+            hook.write(self, record)
 
     @property
     def _is_over(self) -> bool:
@@ -287,8 +309,12 @@ class Trainer:
     def _own_loader(self) -> Any:
         return self.engine.dataloader if self.engine.has_dataloader else None
 
+    def _hearing(self, event: str) -> list[Any]:
+        """The hooks that override `event`, so that the others cost nothing per batch."""
+        return [hook for hook in self._hooks if getattr(type(hook), event) is not getattr(Hook, event)]
+
     def _call(self, event: str, *args: Any) -> None:
-        for hook in self._hooks:
+        for hook in self._hearing(event):
             getattr(hook, event)(self, *args)
 
     @contextmanager
@@ -302,13 +328,31 @@ class Trainer:
             yield
 
     @contextmanager
+    def _ended_by_ctrl_c(self) -> Iterator[None]:
+        """A scope that Ctrl-C ends with one line and status 130, also where nothing is saved. Where one types, it is
+        Python's."""
+        try:
+            yield
+        except KeyboardInterrupt as error:
+            if isinstance(error, Interrupted) or hasattr(sys, "ps1"):
+                raise
+            saves = self.engine.config.checkpoint is not None
+            why = (
+                "not saved, because it ended at once"
+                if saves
+                else "set the config key checkpoint, and Ctrl-C saves first"
+            )
+            _log.info("interrupted after update %d; %s", self.engine.global_step, why)
+            raise Interrupted from None
+
+    @contextmanager
     def _saved_with_the_engine(self) -> Iterator[None]:
         """Load the hooks' state of a resumed run, and keep their last state for the next `fit`."""
         self._fit_state = FitState(self._hooks)
         self.engine.attach("trainer", self._fit_state)
+        is_over = False
         try:
             yield
-        except BaseException:
-            self.engine.detach("trainer", keep=False)
-            raise
-        self.engine.detach("trainer")
+            is_over = True
+        finally:
+            self.engine.detach("trainer", keep=is_over)

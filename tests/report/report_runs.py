@@ -26,6 +26,7 @@ def make_config(**changes):
         "device": "NVIDIA H200",
         "world_size": 8,
         "config": {"fp16": {"mode": "naive", "initial_scale": 65536.0}, "NUM_EPOCHS": 3},
+        "settings": {"fp16": {"mode": "naive", "initial_scale": 65536.0, "hysteresis": 2}, "bf16": None},
     }
     return {"format": 1, "sessions": [session | changes]}
 

@@ -46,7 +46,7 @@ def test_all_sections(tmp_path):
     assert keys == ["warnings", "summary", "plan", *charts, "skips", "mesh", "precision", "config"]
     assert set(charts_of(page)) == set(charts)
     for key, words in {
-        "summary": "8 ranks on NVIDIA H200",
+        "summary": "8 x NVIDIA H200",
         "plan": "mode naive, compute float16",
         "skips": "3-4, 57, 200-202",
         "mesh": "blocks.0-5",
@@ -67,6 +67,30 @@ def test_figures_have_their_values_in_a_table_and_gaps_are_gaps(tmp_path):
     (line,) = charts_of(page)["loss"]["lines"]
     assert line["y"] == [4.0, 8.0, None, 2.0, None, 3.5]
     assert [chart["title"] for chart in charts_of(page).values()] == ["Loss", "Eval accuracy"]
+    for words in ("Loss scale: only runs in fp16", "Gradient norm: measured in", "Memory: the hook"):
+        assert words in section(page, "absent")
+
+
+def test_memory_against_the_plan_and_changes_where_a_run_was_resumed(tmp_path):
+    config = make_config()
+    config["sessions"].append(config["sessions"][0] | {"from_step": 5, "config": {"NUM_EPOCHS": 4}})
+    page = page_of(write_run(tmp_path / "one", config, records=[{"step": 1, "memory_mib": 7030}]))
+    chart = charts_of(page)["memory"]
+    assert labels(chart) == ["measured", "planned, without activations"]
+    assert [line["y"] for line in chart["lines"]] == [[7030], [3072, 3072]]
+    assert "from update 5: NUM_EPOCHS 3 -&gt; 4" in section(page, "config")
+    assert "hysteresis" in section(page, "config"), "all keys"
+
+
+def test_files_that_are_unreadable_or_missing_are_named(tmp_path):
+    folder = write_run(tmp_path / "one", precision=None)
+    (folder / "plan.json").unlink()
+    (folder / "config.json").write_text('{"sessions": [')
+    run = data_of(folder)
+    assert run["skipped"] == [3, 4, 57, 200, 201, 202]
+    problems = {"config.json": "JSONDecodeError", "plan.json": "FileNotFoundError"}
+    assert run["notes"] == [f"{name} is unreadable ({problem})" for name, problem in problems.items()]
+    assert all(note in section(page_of(folder), "notes") for note in run["notes"])
 
 
 def test_skipped_updates_are_marked_below_the_loss_scale(tmp_path):
@@ -80,11 +104,13 @@ def test_skipped_updates_are_marked_below_the_loss_scale(tmp_path):
 def test_several_runs_side_by_side(tmp_path):
     plan = make_plan()
     plan["plans"][0]["rows"]["batch"] = "4 per rank"
-    one = write_run(tmp_path / "one", make_config(config={"LR": 0}))
-    two = write_run(tmp_path / "two", make_config(config={"bf16": {"mode": "naive"}, "LR": 1}), plan)
+    one = write_run(tmp_path / "one", make_config(config={"LR": 0}, settings={"seed": 1024}))
+    config = {"bf16": {"mode": "naive"}, "LR": 1}
+    two = write_run(tmp_path / "two", make_config(config=config, settings={"seed": 7}), plan)
     page = page_of(one, two)
     assert re.findall(r'<section id="([\w-]+)"', page)[:3] == ["differences", "summary", "plan"]
-    differences = {"LR": ["0", "1"], "bf16.mode": ["(not set)", "naive"], "plan: batch": ["", "4 per rank"]}
+    differences = {"LR": ["0", "1"], "bf16.mode": ["(not set)", "naive"], "seed": ["1024", "7"]}
+    differences["plan: batch"] = ["", "4 per rank"]
     assert rows(section(page, "differences")) == differences
     charts = charts_of(page)
     assert labels(charts["loss"]) == ["one train", "one eval", "two train", "two eval"]
@@ -124,9 +150,8 @@ def test_lines_that_are_no_records(tmp_path):
     folder = write_run(tmp_path / "one", records=[], precision=None)
     assert "has no records" in data_of(folder)["notes"][0]
     (folder / "metrics.jsonl").write_text('{"step": 5, "skipped": [2, 3], "skipped_steps": 3}\n')
-    assert data_of(folder)["notes"] == ["the numbers of 1 of 3 skipped updates were not recorded"]
+    assert data_of(folder)["notes"][0].startswith("the numbers of 1 of 3 skipped updates are unknown: ")
     (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    (folder / "plan.json").unlink()
     run = data_of(folder)
     assert run["notes"] == ["metrics.jsonl: 6 unreadable lines left out"]
     assert run["notes"][0] in section(page_of(folder), "notes")
@@ -154,7 +179,7 @@ def test_the_command(tmp_path, monkeypatch):
 
 def test_only_reports_are_replaced(tmp_path):
     run, out = write_run(tmp_path / "first"), tmp_path / "report.html"
-    with pytest.raises(InputError, match="cannot be written"):
+    with pytest.raises(InputError, match="cannot be written: there is no folder "):
         halfmesh.write_report(run, out=tmp_path / "deep" / "report.html")
     assert halfmesh.write_report(run, out=out) == out
     halfmesh.write_report(run, run, out=out)

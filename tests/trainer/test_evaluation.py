@@ -73,7 +73,7 @@ def predicted(rank, world_size, extra=None, rejected=False):
         trainer = halfmesh.Trainer(engine)
         if not rejected:
             return trainer.predict(DataLoader(SEQUENCES, 2, collate_fn=pad))
-        with pytest.raises(InputError, match=r"predict needs a row of the output for each sample, but its first dim"):
+        with pytest.raises(InputError, match=r"predict joins outputs along the first dim, which must be the batch"):
             trainer.predict(DataLoader(SEQUENCES, 2, collate_fn=pad))
         return True
 

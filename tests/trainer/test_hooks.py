@@ -85,6 +85,7 @@ def test_tensorboard(tmp_path):
     assert events.Scalars("train/lr")[0].value == pytest.approx(0.1)
     (text,) = events.Tensors("settings/text_summary")
     assert b"| optimizer.lr | 0.1 |" in text.tensor_proto.string_val[0]
+    assert b"optimizer.lr" in events.PluginTagToContent("hparams")["_hparams_/session_start_info"]
 
 
 class Calls(ModuleType):
@@ -156,7 +157,7 @@ def test_rank_0_alone_tracks():
     first, second = run_ranks(tracked, 2)
     assert (first[0], second[0]) == (1, 0)
     assert first[1] == second[1]
-    assert first[1].startswith("WandbHook cannot start:\n  - rank 0: ModuleNotFoundError: ")
+    assert first[1].startswith("WandbHook cannot start:\n  - rank 0: wandb is not installed; run: pip install wandb")
 
 
 def test_the_best_weights(tmp_path):
@@ -226,22 +227,58 @@ def test_a_loop_that_waits_for_its_data_is_warned_once(records, warnings, monkey
 
 def test_progress_in_plain_lines(caplog):
     engine = linear_engine({"fp16": {"mode": "naive", "initial_scale": 65536}})
-    halfmesh.Trainer(engine, log_every=2).fit(epochs=2, hooks=["progress", "memory"])
+    halfmesh.Trainer(engine, log_every=2).fit(epochs=2, hooks=["progress", "throughput", "memory"])
     first, second, *_, last = [line for line in caplog.messages if line.startswith("epoch")]
     assert first.startswith("epoch 1/2  step 2/6  loss ")
-    row = r"epoch 1/2  step 3/6  loss \S+  lr \S+  grad_norm \S+  loss_scale 65536  memory_mib [\d.e+]+"
-    assert re.fullmatch(row, second)
+    row = r"epoch 1/2  step 3/6  loss \S+  lr \S+  grad_norm \S+  loss_scale 65536  "
+    assert re.fullmatch(row + r"[\d.,]+ samples/s  \S+ [kM]?FLOP/s  memory \d+\.\d [MG]iB", second)
     assert last.startswith("epoch 2/2  step 6/6  eval_loss ")
     caplog.clear()
     halfmesh.Trainer(linear_engine({"bf16": {"mode": "naive"}})).fit(max_steps=1, hooks=["progress"])
     assert re.fullmatch(r"epoch 1  step 1/1  loss \S+  lr \S+", caplog.messages[-2]), "nothing is scaled or skipped"
 
 
-def test_progress_on_a_terminal_is_one_bar(monkeypatch, capsys, tmp_path):
-    """Of a run that goes on in an epoch, too."""
+@pytest.fixture
+def terminal(monkeypatch, capsys):
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "80")
+
+
+def test_the_bar_shows_how_far_an_evaluation_is(terminal):
+    bar, seen = halfmesh.hooks.ProgressHook(), []
+
+    class Looks(halfmesh.Hook):
+        def after_eval_batch(self, trainer, outcome):
+            seen.append(bar._bar.tasks[0].fields["numbers"])
+
+        def after_eval(self, trainer, results):
+            seen.append(bar._bar.tasks[0].fields["numbers"].split()[0])
+
+    trainer = halfmesh.Trainer(linear_engine(eval_dataloader=make_loader(8, 4)), log_every=1)
+    trainer.fit(epochs=1, hooks=[bar, Looks()])
+    assert seen == ["evaluating 1/2", "evaluating 2/2", "loss"]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_an_interrupted_bar_is_not_drawn_again(error, terminal, capsys):
+    """The line about the interrupt stays the last one."""
+
+    class Ends(halfmesh.Hook):
+        def after_step(self, trainer, result):
+            print("interrupted by a signal", file=sys.stderr)
+            raise error
+
+    with pytest.raises(error):
+        halfmesh.Trainer(linear_engine()).fit(epochs=1, hooks=["progress", Ends()])
+    text = capsys.readouterr().err.replace("\x1b[?25h", "").rstrip()
+    *_, after = text.partition("interrupted by a signal")
+    *_, last = after.rpartition("\x1b[2K")  # of the bar that is drawn under a line, what is left at the end
+    assert ("epoch" in last) == (error is ValueError)
+
+
+def test_progress_on_a_terminal_is_one_bar(terminal, capsys, tmp_path):
+    """Of a run that goes on in an epoch, too."""
     config = {"fp16": {"mode": "naive", "initial_scale": 65536}}
     engine, again = linear_engine(config), linear_engine(config)
     halfmesh.Trainer(engine, log_every=1).fit(max_steps=2)
@@ -255,5 +292,6 @@ def test_progress_on_a_terminal_is_one_bar(monkeypatch, capsys, tmp_path):
     assert len(evaluated) == 40, "each once"
     assert evaluated[0].startswith("epoch 1/40  step 3/120  eval_loss ")
     assert bars[0].split()[1] == "1/40"
-    assert re.match(r"epoch 40/40 \S{4,} 120/120 \d:\d\d:\d\d loss \S+  lr 0\.1  grad_norm \S+", bars[-1])
+    row = r"epoch 40/40 \S{4,} 120/120 \S+ (it/s|s/it) \d:\d\d:\d\d loss \S+  norm \S+  lr 0\.1"
+    assert re.fullmatch(row, bars[-1].rstrip())
     assert max(map(len, lines)) <= 80
