@@ -78,14 +78,16 @@ class PreemptionHook(EngineHook):
             self._end_agreement = Finalize(self, self._agreement.close, exitpriority=1)  # if nobody closes the engine
         self._received: list[str] = []  # the requests to end the run, in order
         names = self.options.signals if hasattr(sys, "ps1") else (*self.options.signals, "SIGINT")  # not interactively
-        own = [name for name in names if is_free(signal.Signals[name])]
-        self._handlers = [StopHandler(signal.Signals[name], self) for name in own]
+        found = {name: find_handler(signal.Signals[name]) for name in names}
+        self._handlers = list(filter(None, found.values()))
+        for handler in self._handlers:
+            handler.listeners.add(self)
         for sharded in self.loaders:
             loader = None if sharded is None else sharded.loader.loader
             if loader is not None and loader.num_workers and self._handlers:
                 handled = frozenset(handler.number for handler in self._handlers)
                 loader.worker_init_fn = partial(worker_ignoring_signals, handled, loader.worker_init_fn)
-        if others := [name for name in self.options.signals if name not in own]:
+        if others := [name for name in self.options.signals if found[name] is None]:
             why = "it already has a handler (or this is not the main thread); call engine.preempt() from that handler"
             _log.warning("checkpoint.signals: %s: %s", ", ".join(others), why, ranks=None)
 
@@ -122,8 +124,9 @@ class PreemptionHook(EngineHook):
                 self._end()
         finally:
             for handler in self._handlers:
-                handler.give_way(handler.before)
-            self._handlers.clear()
+                handler.listeners.discard(self)
+                if not handler.listeners:
+                    handler.give_way(handler.before)
             if self._agreement is not None:
                 self._end_agreement()
 
@@ -223,27 +226,29 @@ def find_resumed(config: Config, context: ParallelContext) -> Path | None:
 
 
 class StopHandler:
-    """Handler of a signal that ends the run of `hook`. It only tells it: a handler runs between any two instructions of
-    the main thread, so it takes no lock and does not communicate.
+    """Handler of a signal that ends a run. It only notifies the engines that listen: a handler runs between any two
+    instructions of the main thread, so it takes no lock and does not communicate.
 
-    If the engine is closed or garbage-collected, and at a second Ctrl-C, the handler `before` it runs instead.
+    If none listens any more, and at a second Ctrl-C, the handler `before` it runs instead.
+
+    Attributes:
+        listeners: the hooks of engines that are neither closed nor garbage-collected.
     """
 
-    def __init__(self, number: signal.Signals, hook: PreemptionHook) -> None:
-        self.number, self.before = number, signal.getsignal(number)
-        self._hook, self._process, self._again_at = weakref.ref(hook), os.getpid(), 0.0
-        signal.signal(number, self)
+    def __init__(self, number: signal.Signals, before: Any) -> None:
+        self.number, self.before = number, before
+        self.listeners: weakref.WeakSet[PreemptionHook] = weakref.WeakSet()
+        self._process = os.getpid()
+        self._again_at = 0.0
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        hook, now = self._hook(), time.monotonic()
-        if hook is not None and self in hook._handlers and os.getpid() == self._process:  # not in a forked process
-            if hook.request_stop(self.number.name):
-                self._again_at = now + (AGAIN_S if "LOCAL_RANK" in os.environ else 0)
-                return
-            if self.number is not signal.SIGINT or now <= self._again_at:
-                return
-        signal.signal(number, self.before)
-        signal.raise_signal(number)
+        listeners = self.listeners if os.getpid() == self._process else ()  # not in a forked process
+        asked, now = [listener.request_stop(self.number.name) for listener in listeners], time.monotonic()
+        if any(asked):
+            self._again_at = now + (AGAIN_S if "LOCAL_RANK" in os.environ else 0)
+        elif not asked or (self.number is signal.SIGINT and now > self._again_at):
+            signal.signal(number, self.before)
+            signal.raise_signal(number)
 
     def give_way(self, other: Any) -> None:
         """Make `other` the signal's handler, unless this is not the handler any more, or cannot be replaced here."""
@@ -252,11 +257,16 @@ class StopHandler:
             signal.signal(self.number, other)
 
 
-def is_free(number: signal.Signals) -> bool:
-    """Return True if the signal has no handler of the user or a library, and may get one, as in the main thread."""
+def find_handler(number: signal.Signals) -> StopHandler | None:
+    """The handler of the signal, which may be that of an earlier engine. None: the user or a library has set one, which
+    stays; or this is not the main thread, outside of which Python allows none."""
+    if not _in_main_thread():
+        return None
     present: Any = signal.getsignal(number)
-    defaults = [signal.default_int_handler] if number is signal.SIGINT else [signal.SIG_DFL, signal.SIG_IGN]
-    return _in_main_thread() and (present in defaults or isinstance(present, StopHandler))
+    if present in ([signal.default_int_handler] if number is signal.SIGINT else [signal.SIG_DFL, signal.SIG_IGN]):
+        present = StopHandler(number, present)
+        signal.signal(number, present)
+    return present if isinstance(present, StopHandler) else None
 
 
 def _in_main_thread() -> bool:

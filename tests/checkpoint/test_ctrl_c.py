@@ -58,6 +58,25 @@ def test_a_second_ctrl_c_ends_at_once_and_one_that_a_launcher_sends_too_is_none(
     assert (len(reached), steps_in(tmp_path)) == (2 if launched else 1, [])
 
 
+class Press(halfmesh.Hook):
+    def after_step(self, trainer, result):
+        if trainer.engine.global_step == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_ctrl_c_ends_fit_with_a_line_and_a_status(saves, tmp_path, caplog):
+    engine = made(tmp_path / "saves" if saves else None)
+    hooks = [Press(), {"type": "run", "directory": tmp_path / "run"}]
+    with caplog.at_level("INFO", "halfmesh"), pytest.raises(KeyboardInterrupt) as ended:
+        halfmesh.Trainer(engine).fit(epochs=2, hooks=hooks)
+    assert isinstance(ended.value, SystemExit)  # so Python prints no traceback
+    assert (ended.value.code, ended.value.folder is not None) == (130, saves)
+    said = "interrupted by SIGINT: saved update 2 in" if saves else "interrupted after update 2; set the config key ch"
+    assert caplog.messages[-1].startswith(said)
+    assert session_in(tmp_path / "run") == ("interrupted", 2)
+
+
 def test_ctrl_c_without_automatic_saves_and_where_one_types_is_pythons(tmp_path, monkeypatch):
     engine = made(None)
     with pytest.raises(KeyboardInterrupt), halfmesh.RunFolder(engine, tmp_path):
@@ -66,3 +85,17 @@ def test_ctrl_c_without_automatic_saves_and_where_one_types_is_pythons(tmp_path,
     monkeypatch.setattr("sys.ps1", ">>> ", raising=False)
     with made(tmp_path / "saves"):
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_signal_is_told_to_all_engines_that_are_open(tmp_path):
+    """Each ends at its next update; one that is closed gives way to the others."""
+    folders = [tmp_path / name for name in ("generator", "discriminator", "closed")]
+    engines = [made(folder) for folder in folders]
+    engines.pop().close()
+    os.kill(os.getpid(), signal.SIGINT)
+    for engine in engines:
+        with pytest.raises(Interrupted):
+            loop(engine)
+        engine.close()
+    assert [steps_in(folder) for folder in folders] == [[1], [1], []]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
