@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -241,12 +242,13 @@ def save_pretrained(
         weights = {name: cast.get(id(value), value) for name, value in weights.items()}
 
     def write() -> None:
-        model.save_pretrained(folder, state_dict=weights, **options)
-        file = Path(folder, "config.json")
-        if dtype is not None and file.exists():  # transformers writes the dtype of the model in training
-            config = json.loads(file.read_text())
-            config |= {key: str(dtype).removeprefix("torch.") for key in ("dtype", "torch_dtype") if key in config}
-            file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+        with ExitStack() as scope:
+            config, kind = getattr(model, "config", None), type(model)
+            if dtype is not None and hasattr(config, "dtype") and isinstance(getattr(kind, "dtype", None), property):
+                # transformers writes the model's dtype into its config, which from_pretrained loads, and to the hub.
+                scope.callback(setattr, config, "dtype", config.dtype)
+                scope.enter_context(patch.object(kind, "dtype", dtype))
+            model.save_pretrained(folder, state_dict=weights, **options)
 
     run_on_rank_zero(context, f"saving to {folder} failed", write)
 
