@@ -238,14 +238,14 @@ def test_progress_in_plain_lines(caplog):
     assert re.fullmatch(r"epoch 1  step 1/1  loss \S+  lr \S+", caplog.messages[-2]), "nothing is scaled or skipped"
 
 
-@pytest.fixture
-def terminal(monkeypatch, capsys):
+def on_terminal(monkeypatch):
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "80")
 
 
-def test_the_bar_shows_how_far_an_evaluation_is(terminal):
+def test_the_bar_shows_how_far_an_evaluation_is(monkeypatch):
+    on_terminal(monkeypatch)
     bar, seen = halfmesh.hooks.ProgressHook(), []
 
     class Looks(halfmesh.Hook):
@@ -261,8 +261,9 @@ def test_the_bar_shows_how_far_an_evaluation_is(terminal):
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
-def test_an_interrupted_bar_is_not_drawn_again(error, terminal, capsys):
+def test_an_interrupted_bar_is_not_drawn_again(error, monkeypatch, capsys):
     """The line about the interrupt stays the last one."""
+    on_terminal(monkeypatch)
 
     class Ends(halfmesh.Hook):
         def after_step(self, trainer, result):
@@ -277,8 +278,9 @@ def test_an_interrupted_bar_is_not_drawn_again(error, terminal, capsys):
     assert ("epoch" in last) == (error is ValueError)
 
 
-def test_progress_on_a_terminal_is_one_bar(terminal, capsys, tmp_path):
+def test_progress_on_a_monkeypatch_is_one_bar(monkeypatch, capsys, tmp_path):
     """Of a run that goes on in an epoch, too."""
+    on_terminal(monkeypatch)
     config = {"fp16": {"mode": "naive", "initial_scale": 65536}}
     engine, again = linear_engine(config), linear_engine(config)
     halfmesh.Trainer(engine, log_every=1).fit(max_steps=2)
