@@ -243,7 +243,8 @@ def save_pretrained(
 
     def write() -> None:
         with ExitStack() as scope:
-            config, kind = getattr(model, "config", None), type(model)
+            config: Any = getattr(model, "config", None)
+            kind = type(model)
             if dtype is not None and hasattr(config, "dtype") and isinstance(getattr(kind, "dtype", None), property):
                 # transformers writes the model's dtype into its config, which from_pretrained loads, and to the hub.
                 scope.callback(setattr, config, "dtype", config.dtype)

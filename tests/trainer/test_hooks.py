@@ -278,7 +278,7 @@ def test_an_interrupted_bar_is_not_drawn_again(error, monkeypatch, capsys):
     assert ("epoch" in last) == (error is ValueError)
 
 
-def test_progress_on_a_monkeypatch_is_one_bar(monkeypatch, capsys, tmp_path):
+def test_progress_on_a_terminal_is_one_bar(monkeypatch, capsys, tmp_path):
     """Of a run that goes on in an epoch, too."""
     on_terminal(monkeypatch)
     config = {"fp16": {"mode": "naive", "initial_scale": 65536}}
