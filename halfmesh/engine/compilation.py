@@ -43,7 +43,8 @@ def compile_modules(modules: Sequence[nn.Module], options: CompileConfig, before
         if isinstance(forward, Checkpointed):  # the recomputation has to run the same code
             forward.compiled = _compiled(forward.own, partial(before, module), len(modules), arguments)
         else:  # `module.compile()`
-            call = _within_function(module._call_impl)
+            is_torchs = type(module).forward.__module__.partition(".")[0] == "torch"
+            call = _within_function(module._call_impl) if is_torchs else module._call_impl
             module._compiled_call_impl = _compiled(call, partial(before, module), len(modules), arguments)
 
 
@@ -102,7 +103,8 @@ def find_blocks(model: nn.Module) -> Iterator[str]:
 
 
 def _within_function(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Of classes of torch (Sequential, TransformerEncoderLayer) torch before 2.15 silently does not compile `own`."""
+    """Of classes of torch (Sequential, TransformerEncoderLayer) torch before 2.15 silently does not compile `own`. (Of
+    others it breaks no graph at FSDP's hooks if `own` is compiled itself.)"""
     return lambda *args, **kwargs: own(*args, **kwargs)
 
 
