@@ -43,6 +43,8 @@ def save_weights(
     if format not in FORMATS:
         raise InputError(f"format={format!r} is not one of {FORMATS}{did_you_mean(format, FORMATS)}")
     path, what = Path(given), f"saving weights to {given} failed"
+    if str(given).endswith(os.sep) or run_on_rank_zero(context, what, path.is_dir):
+        raise InputError(f"{what}: that is a folder; give a file, such as {str(path / 'model.safetensors')!r}")
     found = state.collect(context, what)
     if found.extras and format == "safetensors":
         raise InputError(f"safetensors cannot hold {', '.join(sorted(found.extras))}; use format='torch'")

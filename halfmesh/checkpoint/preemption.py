@@ -70,6 +70,7 @@ class PreemptionHook(EngineHook):
         self._directory = folder_of(self.options)
         self._step = self._saved = self.progress.global_step
         self._prepared = False
+        self._handled = sys.exception()  # the engine may be made and used in an `except` block
         self._agreement: StopAgreement | None = None
         if self.context.size > 1 and not is_simulated():
             store, blocked = own_store(self.context, connections=2)
@@ -120,9 +121,10 @@ class PreemptionHook(EngineHook):
         """Save, if requested, at the end of the loop. After an error nothing is saved, because other ranks may be at
         another step; nor in `finally: engine.close()` or `except:` while an exception is handled."""
         try:
-            if error is None and sys.exception() is None:
+            if error is None and sys.exception() in (None, self._handled):
                 self._end()
         finally:
+            self._handled = None
             for handler in self._handlers:
                 handler.listeners.discard(self)
                 if not handler.listeners:

@@ -241,8 +241,9 @@ class FailureWatch:
 
 
 def _in_one_line(error: BaseException) -> str:
-    place, text = traceback.extract_tb(error.__traceback__)[0], cut(" ".join(str(error).split()), 2000)
-    return f"{place.filename}:{place.lineno}, {type(error).__name__}: {text}"
+    frames, text = traceback.extract_tb(error.__traceback__), cut(" ".join(str(error).split()), 2000)
+    place = f"{frames[0].filename}:{frames[0].lineno}, " if frames else ""
+    return f"{place}{type(error).__name__}: {text}"
 
 
 def may_be_of_peer(error: BaseException) -> bool:

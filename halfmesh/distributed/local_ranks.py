@@ -249,9 +249,12 @@ def start_server(preload: Sequence[str], limit: float = _IMPORT_S) -> None:
     # Ranks share cores; and CUDA, once asked for devices, stands no fork.
     os.environ.update(OMP_NUM_THREADS="1", PYTORCH_NVML_BASED_CUDA_CHECK="1")
     os.environ[_MODULES] = " ".join([f"{limit:g}", *preload])
-    forkserver.ensure_running()
-    os.environ.clear()
-    os.environ.update(before)
+    try:
+        forkserver.ensure_running()
+    finally:
+        for name in ("OMP_NUM_THREADS", "PYTORCH_NVML_BASED_CUDA_CHECK", _MODULES):
+            os.environ.pop(name)
+            os.environ.update({name: before[name]} if name in before else {})
 
 
 def free_port() -> int:

@@ -20,6 +20,7 @@ from ..parallel.pipeline.partition import children_of
 from ..parallel.tensor.plans import near_names
 from ..parallel.trial import is_within
 from ..utils.engine_hook import EngineHook
+from ..utils.torch_private import is_compiled
 from .recompute import Checkpointed
 
 if TYPE_CHECKING:
@@ -61,6 +62,8 @@ def resolve_compiled(
         partition: how a pipeline splits the model, if one does. Its stages call blocks, and not the model.
         checkpoints: modules are recomputed in backward; these may be compiled, but not as part of a larger graph.
     """
+    if any(map(is_compiled, model.modules())):
+        return (), ["compile: the model is already compiled; pass it uncompiled, or remove compile"]
     blocks = called_blocks(model, partition)
     if blocks and (options.scope == "blocks" or (options.scope == "auto" and (ranks > 1 or checkpoints))):
         return blocks, []

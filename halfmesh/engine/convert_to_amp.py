@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any
 
 import torch
@@ -92,8 +91,20 @@ def convert_to_amp(
         raise IncompatibleConfigError(list(filter(None, unfit)))
     shards = [ParamShard(name, param) for name, param in model.named_parameters()]
     update = convert(model, joined, shards, precision)
-    wrapped = None if criterion is None else partial(precision.criterion, criterion)
+    wrapped = None if criterion is None else AMPCriterion(criterion, precision)
     return AMPModel(model, precision, update), AMPOptimizer(model, update, precision), wrapped
+
+
+class AMPCriterion(nn.Module):
+    """A criterion that computes in a precision."""
+
+    def __init__(self, criterion: Callable[..., Any], precision: Precision) -> None:
+        super().__init__()
+        self.criterion = criterion
+        self._precision = precision
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._precision.criterion(self.criterion, *args, **kwargs)
 
 
 class AMPModel(nn.Module):

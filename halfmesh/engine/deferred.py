@@ -164,7 +164,7 @@ def _like(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 def reject_early_state(optimizer: Any) -> None:
     """Raise InputError if `optimizer` has made its state from weights that have no values yet."""
-    held = optimizer.state if isinstance(optimizer, optim.Optimizer) else {}
+    held = getattr(optimizer, "state", {}) if isinstance(optimizer, optim.Optimizer) else {}
     if any(v.is_meta or recording_of(v) is not None for v in tensors_of(dict(held))):
         raise InputError(
             f"optimizer: {kinds_of(optimizer)} made its state from weights that have no values yet; use one that "

@@ -13,7 +13,7 @@ from torch import nn
 
 from ..amp.optimizer import MixedPrecisionOptimizer
 from ..amp.recipe import HALF
-from ..errors import InputError
+from ..errors import InputError, reject_below
 from ..utils.log import get_logger
 from ..utils.param_shard import ParamShard
 from ..utils.tensors import bucket_bytes, by_bytes
@@ -124,6 +124,7 @@ class AveragedModel:
     """
 
     def __init__(self, engine: Engine, decay: float, every: int, buffers: bool) -> None:
+        reject_below(1, every=every)
         self._engine = engine
         self._average = average = engine._state.average
         self.decay = decay

@@ -3,8 +3,9 @@ losses add up to its loss, and the model computes each row independently."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from math import isfinite, isnan, nan
 from typing import Any
 
@@ -103,10 +104,10 @@ class BatchLoss:
         sum / its weight.
         """
         function, device = self.function, self.accumulation.precision.device
-        joined = join(self._compared)
-        if _shapes(joined) != _shapes(self.full_output):
+        dims = batch_dims(self._compared, self.full_output)
+        if dims is None:
             return nan
-        values = iter(tensors_of(joined))
+        values = iter(tensors_of(join(self._compared, dims)))
 
         def place(meta: torch.Tensor) -> torch.Tensor:  # by requires_grad a criterion may choose its inputs
             return next(values).to(device).requires_grad_(meta.requires_grad)
@@ -131,23 +132,30 @@ class BatchLoss:
         return self.accumulation.precision.criterion(self.function, *args, **kwargs)
 
 
-def join(outputs: Sequence[Any]) -> Any:
-    """The outputs of microbatches as that of their batch, each tensor along dim 0; numbers as the items of one."""
+def join(outputs: Sequence[Any], dims: Iterable[int] = repeat(0)) -> Any:
+    """The outputs of microbatches as that of their batch, each tensor along its dim; numbers as the items of one."""
     tensors = zip(*map(tensors_of, outputs), strict=True)
-    joined = iter([torch.cat([tensor if tensor.dim() else tensor[None] for tensor in some]) for some in tensors])
+    rows = [[tensor if tensor.dim() else tensor[None] for tensor in some] for some in tensors]
+    joined = iter(list(map(torch.cat, rows, dims)))
     return map_tensors(lambda _: next(joined), outputs[0])
 
 
-def adds_up(outputs: Sequence[Any], full: Any) -> bool:
-    """Return True if `outputs` of microbatches, joined along dim 0, have the shapes of `full`. No values are needed."""
-    try:
-        return _shapes(join(outputs)) == _shapes(full)
-    except (RuntimeError, ValueError):  # they cannot be joined
-        return False
+def batch_dims(outputs: Sequence[Any], full: Any) -> list[int] | None:
+    """The batch dim of each tensor of `full`, the output of a batch (no values are needed): the one in which those of
+    `outputs` of its microbatches add up to it. None if a tensor has no such dim, or if anything else differs."""
+    around = [repr(map_tensors(lambda _: None, tree)) for tree in (full, *outputs)]
+    if around != around[:1] * len(around):
+        return None
+    found = [
+        next((dim for dim in range(all_.dim()) if _adds_up([t.shape for t in some], all_.shape, dim)), -1)
+        for all_, *some in zip(*map(tensors_of, (full, *outputs)), strict=True)
+    ]
+    return None if -1 in found else found
 
 
-def _shapes(tree: Any) -> str:
-    return repr(map_tensors(lambda tensor: tensor.shape, tree))
+def _adds_up(shapes: Sequence[torch.Size], full: torch.Size, dim: int) -> bool:
+    around = {(len(shape), shape[:dim], shape[dim + 1 :]) for shape in (full, *shapes)}
+    return len(around) == 1 and sum(shape[dim] for shape in shapes) == full[dim]
 
 
 def _reject_other_ways(loss: torch.Tensor, output: Any, params: Collection[int]) -> None:

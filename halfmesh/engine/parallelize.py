@@ -18,7 +18,7 @@ from ..amp.precision import kept_by_name
 from ..amp.recipe import Recipe
 from ..amp.stepper import is_elementwise
 from ..config.composition import Setup
-from ..errors import IncompatibleConfigError, InputError
+from ..errors import IncompatibleConfigError, InputError, shorten
 from ..parallel.axis import AppliedAxis, AxisInputs, PlanInputs
 from ..parallel.buckets import ReduceOptions
 from ..parallel.comm import SameCalls
@@ -81,6 +81,14 @@ def make_plans(model: nn.Module, optimizer: optim.Optimizer, criterion: Any, loa
         plan, more = axis.plan(PlanInputs(model, optimizer, criterion, loader, getattr(parallel, name)))
         axes[name], partition = plan, plan if axis.splits_modules else partition
         problems += more
+    if dims.grad_ranks > 1 or strategy.shards_model or not all(axis.same_rng for axis in used.values()):
+        tables = (nn.Embedding, nn.EmbeddingBag)
+        if limited := [name for name, m in model.named_modules() if isinstance(m, tables) and m.max_norm is not None]:
+            problems.append(
+                f"{shorten(limited)}: max_norm makes forward write into the rows it looks up, which differ between "
+                "ranks; build it without max_norm, and limit the rows after the lookup (rows * (limit / "
+                "rows.norm(dim=-1, keepdim=True)).clamp(max=1))"
+            )
     whole_steps: list[optim.Optimizer] = []
     splits_params = strategy.shards_state or any(axis.splits_params for axis in used.values())
     for part in parts_of(optimizer) if splits_params else ():

@@ -27,7 +27,7 @@ from ..utils.tensors import leaves_of, map_tensors, parameter_names, tensors_of
 from ..utils.torch_private import BATCH_NORMS
 from .accumulation import Accumulation
 from .executor import random_numbers
-from .microbatches import BatchLoss, adds_up, join, needs_whole, reject_mixed_rows, reject_other_loss
+from .microbatches import BatchLoss, batch_dims, join, needs_whole, reject_mixed_rows, reject_other_loss
 from .parallelize import ParallelModel
 from .pipeline_handles import LastStageOutput, PipelineLoss, PipelineOutput
 
@@ -199,7 +199,8 @@ class PipelineExecutor:
         if not (self._pipeline.can_run(calls[0]) and self._pipeline.can_run(calls[-1])):
             return [call]
         full, *parts = (self._pipeline.look_up(each).stages[-1] for each in (call, *calls))
-        if not adds_up(parts, full):
+        dims = batch_dims(parts, full)
+        if dims is None or any(dims):
             return [call]
         if self._needs_whole is None:
             joined = given.first(sum(sizes[:2]))

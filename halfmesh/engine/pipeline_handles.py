@@ -33,6 +33,9 @@ class Handle:
         """True if `value` can be read."""
         return self._value is not _UNSET
 
+    def __repr__(self) -> str:
+        return repr(self.value()) if self.is_ready else f"<{type(self).__name__}: not computed yet>"
+
     def resolve(self, value: Any) -> None:
         """Set the value."""
         self._value = value

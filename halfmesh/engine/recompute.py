@@ -78,9 +78,11 @@ class Checkpointed:
         before = self._copy_changing()
         training = [module.training for module in self._module.modules()]
 
+        names = tuple(kwargs)  # `run` must not hold the values, which may be offloaded
+
         def run(*values: Any) -> Any:
-            count = len(values) - len(kwargs)
-            return forward(*values[:count], **dict(zip(kwargs, values[count:], strict=True)))
+            count = len(values) - len(names)
+            return forward(*values[:count], **dict(zip(names, values[count:], strict=True)))
 
         def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
             keeps = self._keep_products

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -152,8 +152,11 @@ class Recording(FakeTensorMode):
                     needed.add(number)
                     left += [(read, number) for read in self.ops[number].reads]
         storages: dict[int, torch.UntypedStorage] = {}
-        for number in sorted(needed):
-            self.ops[number].run(storages)
+        with ExitStack() as scopes:
+            for kind in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
+                scopes.enter_context(torch.autocast(kind, enabled=False))  # as it was recorded, which is below autocast
+            for number in sorted(needed):
+                self.ops[number].run(storages)
         return view.of(storages[view.memory])
 
     def view(self, tensor: torch.Tensor) -> View:
@@ -217,7 +220,10 @@ class Recording(FakeTensorMode):
         def describe(leaf: Any) -> View | Constant | Drawn:
             if isinstance(leaf, torch.Generator):
                 return Drawn(leaf.device)
-            return self.view(leaf) if recording_of(leaf) is self else Constant(leaf, digest(leaf))
+            if recording_of(leaf) is self:
+                return self.view(leaf)
+            is_small = leaf.numel() * leaf.element_size() <= 2**20  # memory that the model may use again
+            return Constant(leaf.detach().clone() if is_small else leaf, digest(leaf))
 
         return map_tensors(describe, tree, (torch.Tensor, torch.Generator))
 

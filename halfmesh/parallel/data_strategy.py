@@ -222,6 +222,9 @@ class WithheldGradient(torch.Tensor):
         grad.param_name, grad.why = name, why
         return grad
 
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"<the gradient of {self.param_name!r}, {self.why}>"
+
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:  # type: ignore[override]
         given = [each for arg in args for each in (arg if isinstance(arg, (list, tuple)) else (arg,))]

@@ -127,6 +127,14 @@ class JoinedState(ChainMap[Any, Any]):
     def __getitem__(self, key: Any) -> Any:
         return self._find(key)[key]
 
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        return self._find(key).setdefault(key, default)
+
+    def copy(self) -> JoinedState:
+        return JoinedState(self._parts)
+
+    __copy__ = copy
+
     def __setitem__(self, key: Any, value: Any) -> None:
         self._find(key)[key] = value
 

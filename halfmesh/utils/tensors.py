@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import hashlib
 import inspect
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import takewhile
 from operator import is_
 from typing import Any, TypeVar
@@ -110,16 +110,18 @@ def position_names(names: Sequence[str], count: int) -> list[str]:
 def _rebuild(tree: Any, new: dict[Any, Any]) -> Any:
     """A mapping or dataclass instance like `tree` with the values `new`."""
     kind: Any = type(tree)
-    if isinstance(tree, Mapping) and dataclasses.is_dataclass(tree):  # a model's output
+    if kind is dict:
+        return new
+    if dataclasses.is_dataclass(tree) and isinstance(tree, Mapping):  # a model's output
         return kind(**new)
-    if isinstance(tree, Mapping) and not isinstance(tree, MutableMapping):
-        return kind(new)
-    rebuilt = copy.copy(tree)  # keeps what is not an entry or a field, such as a default factory
     if isinstance(tree, Mapping):
-        rebuilt.update(new)
-    else:
-        for name, value in new.items():
-            object.__setattr__(rebuilt, name, value)  # also works on a frozen dataclass
+        if hasattr(tree, "copy") and hasattr(tree, "update") and type(rebuilt := tree.copy()) is kind:
+            rebuilt.update(new)  # keeps attributes of a subclass, such as a default factory
+            return rebuilt
+        return kind(new)
+    rebuilt = copy.copy(tree)  # keeps attributes that are not fields
+    for name, value in new.items():
+        object.__setattr__(rebuilt, name, value)  # also works on a frozen dataclass
     return rebuilt
 
 

@@ -229,6 +229,8 @@ def _shorten(value: Any, sequences: Sequences, few: Sequences, is_mask: bool) ->
         for dim in range(tensor.dim())[slice(-2, None) if is_mask else slice(1, 2)]:
             if tensor.shape[dim] == sequences.length:
                 tensor = tensor.narrow(dim, 0, few.length)
+        if not is_mask and tensor.dim() > 1 and tensor.dtype == torch.int64 and bool((tensor < 0).any()):
+            tensor = tensor.clamp_min(0)  # targets that do not count
         return tensor.contiguous()
 
     return map_tensors(cut, value)
@@ -295,7 +297,7 @@ def try_criterion(
         if tensor.requires_grad and new.numel() > 1 and bool(new.min() == new.max()):  # hides what is made of it
             new = new + 0.1 * _uneven(new).to(new.dtype)
         new = torch.ones_like(new) if is_mask else new.clamp_min(0) if is_target else new  # so that all targets count
-        if is_mask or (is_target and (whole.ignored is not None or negative)):
+        if is_mask or (knows and is_target and (whole.ignored is not None or negative)):
             first = (places < len(places) // 4 + 1).view(-1, *[1] * (new.dim() - dim - 1))
             new = new.masked_fill(first, 0 if is_mask else -100 if whole.ignored is None else whole.ignored)
         new = new.index_select(dim, some)
@@ -311,12 +313,13 @@ def try_criterion(
         with no_side_effects(holders, device), torch.autocast(device.type, enabled=False), mode:
             return [float(number) for number in numbers(*args, **kwargs)]
 
-    whole, is_own = _TrialMode(_attend_whole, float), False
+    whole, is_own, knows = _TrialMode(_attend_whole, float), False, False
     try:
         compute(whole, places)  # finds out which index is ignored
     except RuntimeError:  # weights of the criterion are in half precision, and take no fp32
         is_own = True
         compute(whole, places)
+    knows = True
     whole.counts.clear()
     made = [compute(whole, places), *(compute(halved(), half) for half in places.chunk(2))]
     return [_relation(_HALF_ROUNDED if is_own else _ROUNDED, *of_each) for of_each in zip(*made, strict=True)]

@@ -29,6 +29,9 @@ _MAKERS: tuple[Callable[..., Any], ...] = (
 )
 """Functions that make a tensor from sizes."""
 
+_MOST_UNDONE = 32
+"""Answers that are taken back before an error counts as the forward's: there are 2**conditions of them."""
+
 
 def trace(
     model: nn.Module, opened: Sequence[nn.Module], fixed: Mapping[str, Any], values: Mapping[str, Any] | None = None
@@ -44,6 +47,7 @@ def trace(
         Exception: any error of the forward because values are not known.
     """
     answers: list[bool] = []
+    undone = 0
     while True:
         try:
             return _record(model, opened, fixed, answers)
@@ -54,7 +58,8 @@ def trace(
         except Exception:
             while answers and answers[-1]:
                 answers.pop()
-            if values is not None or not answers:
+                undone += 1
+            if values is not None or not answers or undone > _MOST_UNDONE:
                 raise
             answers[-1] = True
 

@@ -46,6 +46,9 @@ class ShardedLogits(torch.Tensor):
         """All logits. All ranks of the tensor group must call this together."""
         return collectives.gather(self._local, -1, self._group)
 
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"ShardedLogits(shape={list(self.shape)}, dtype={self.dtype})"
+
     @classmethod
     @torch.compiler.disable
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
