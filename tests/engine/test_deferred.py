@@ -6,6 +6,7 @@ import copy
 import gc
 from functools import partial
 
+import numpy
 import pytest
 import timm
 import torch
@@ -108,13 +109,15 @@ def replaced():
 def test_memory_from_elsewhere_cannot_be_written_down_or_changed_before_values_are_made():
     with pytest.raises(InputError, match=r"got its memory in a way that deferred_init cannot record"):
         made(replaced)
-    source = torch.ones(4, 4)
+    source = torch.ones(512, 513)  # more than 1 MiB: smaller ones are copied
     with halfmesh.deferred_init():
         nn.Linear(2**20, 2**20)  # has no memory, which would be 4 TiB
-        linear = nn.Linear(4, 4)
+        linear = nn.Linear(513, 512)
     linear.weight.data.copy_(source)
     source.add_(1)
-    with pytest.raises(InputError, match=r"shape \(4, 4\).*was changed after the model was built; do not change it"):
+    with pytest.raises(
+        InputError, match=r"shape \(512, 513\).*was changed after the model was built; do not change it"
+    ):
         initialize(linear)
 
 
@@ -312,3 +315,25 @@ def test_a_rank_has_what_it_holds_and_one_tensor_or_block_more():
             # A tensor as it is drawn, whole, and cut; or, under fsdp, a block as FSDP2 gathers it, and its buffer.
             assert peak - held <= (3.1 * block if name == "fsdp" else 2.1 * tensor), name
             assert peak < 0.8 * whole, name
+
+
+class Tables(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, 2))
+        scratch = torch.arange(8.0)
+        self.register_buffer("table", scratch.view(4, 2) @ scratch[:6].view(2, 3).add(0.01))
+        self.register_buffer("rows", torch.zeros(2, 2))
+        small = torch.from_numpy(numpy.zeros(2, "float32"))
+        for row in range(2):
+            small.fill_(row)
+            self.rows[row].copy_(small)
+
+
+def test_neither_autocast_nor_memory_that_is_used_again_changes_values():
+    with halfmesh.deferred_init():
+        model = Tables()
+    with torch.autocast("cpu", torch.bfloat16):
+        engine = halfmesh.initialize(model, partial(torch.optim.SGD, lr=0.1), config={}, device="cpu")
+    for name, buffer in Tables().named_buffers():
+        assert torch.equal(engine.model.get_buffer(name), buffer), name

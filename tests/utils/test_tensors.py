@@ -2,7 +2,9 @@
 
 import dataclasses
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from collections.abc import MutableMapping
 
+import pytest
 import torch
 from torch import nn
 
@@ -51,6 +53,42 @@ def test_containers_keep_their_type():
     assert mapped["default"]["new"] == []
     assert (mapped["record"].name, mapped["record"].derived) == ("n", 3)
     assert tree["list"][0].item() == 1
+
+
+class Batch(MutableMapping):
+    """Of a user, with a dict of its own."""
+
+    def __init__(self, items):
+        self.items_ = dict(items)
+
+    def __getitem__(self, key):
+        return self.items_[key]
+
+    def __setitem__(self, key, value):
+        self.items_[key] = value
+
+    def __delitem__(self, key):
+        del self.items_[key]
+
+    def __iter__(self):
+        return iter(self.items_)
+
+    def __len__(self):
+        return len(self.items_)
+
+
+class AttrDict(dict):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.__dict__ = self
+
+
+@pytest.mark.parametrize("kind", [Batch, AttrDict])
+def test_mappings_of_users_are_not_written_into(kind):
+    batch = kind({"x": torch.ones(1)})
+    mapped = map_tensors(lambda tensor: tensor * 2, batch)
+    assert (type(mapped), batch["x"].item(), mapped["x"].item()) == (kind, 1, 2)
+    assert vars(mapped).get("x", mapped["x"]) is mapped["x"]
 
 
 def test_what_does_not_change_is_returned_itself():

@@ -43,6 +43,12 @@ def summed(output, target):
     return entropy(output, target, reduction="sum"), (target != -100).sum()
 
 
+def entropy_without_ones(output, target):
+    return F.cross_entropy(
+        output.flatten(0, 1), target.flatten().masked_fill(target.flatten() == -100, -1), ignore_index=-1
+    )
+
+
 def flat(engine, ids, target):
     return engine.criterion(engine(ids).flatten(0, 1), target.flatten())
 
@@ -65,6 +71,7 @@ def with_a_prompt(engine, ids, target):
 RIGHT = {
     "uneven": (entropy, plain, "mean"),
     "class weights": (lambda o, t: entropy(o, t, weight=weights(), label_smoothing=0.1), plain, "mean"),
+    "another index that does not count": (entropy_without_ones, plain, "mean"),
     "log-likelihood": (lambda o, t: F.nll_loss(o.log_softmax(-1).flatten(0, 1), t.flatten()), plain, "mean"),
     "a sum by a count of outputs": (by_outputs, plain, "mean"),
     "a sum": (lambda o, t: entropy(o, t, reduction="sum") / 20, plain, "sum"),

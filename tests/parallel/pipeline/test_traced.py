@@ -236,6 +236,13 @@ def changes_a_buffer_late(self, x):
     return self.c(x)
 
 
+def asks_often(self, x):
+    """With 2**24 ways through it, all of which fail."""
+    for layer in [self.a, self.b, self.c] * 8:
+        x = x + layer(x) if x.shape[0] % 2 else layer(x)
+    return x[: len(x)]
+
+
 COPY = "but other stages have a copy of it"
 
 
@@ -249,6 +256,7 @@ COPY = "but other stages have a copy of it"
         (row, ("b", "idle"), "idle is never called by the model's forward"),
         (asks, ("b",), r"cannot be traced .* to control flow \(`return self.c\(self.b\(x\)\) if x.sum\(\) > 0 else"),
         (without_gradients, ("b",), "a is called inside no_grad, autocast or similar, which a trace does not record"),
+        (asks_often, ("b",), "cannot be traced"),
         (keeps, ("b",), r"it keeps a value on the model \(last\)"),
         (flips, ("b",), "draws random numbers for itself"),
         (drops_layers, ("b",), "variables cannot be used as inputs to control flow"),
