@@ -24,7 +24,6 @@ T = TypeVar("T")
 # -- work that all ranks do together -----------------------------------------------------------------------------------
 
 
-Kind = type[CheckpointError] | type[InputError]
 Failure = tuple[str, bool]
 """The text of an error, and True if it is an InputError."""
 
@@ -38,19 +37,18 @@ def attempt(work: Callable[[], T]) -> tuple[tuple[Failure | None, T | None], Exc
         return ((words, isinstance(error, InputError)), None), error
 
 
-def gather_results(context: ParallelContext, what: str, work: Callable[[], T], kind: Kind = CheckpointError) -> list[T]:
+def gather_results(context: ParallelContext, what: str, work: Callable[[], T]) -> list[T]:
     """Do `work` on every rank. Returns the result of each rank, on all of them.
 
     Args:
         what: the beginning of the error message: "saving to here failed".
-        kind: of the error, unless all failures are InputErrors.
 
     Raises:
-        CheckpointError, InputError: it failed on some ranks; raised on all, with the reason of each.
+        CheckpointError: it failed on some ranks; raised on all, with the reason of each. InputError: all failures are.
     """
     outcome, error = attempt(work)
     everyone: list[tuple[Failure | None, Any]] = gather_objects(outcome)
-    reject_failures(context, what, _failures_of(everyone), error, kind)
+    reject_failures(context, what, _failures_of(everyone), error)
     return [result for _, result in everyone]
 
 
@@ -65,19 +63,17 @@ def run_on_all_ranks(context: ParallelContext, what: str, work: Callable[[], T])
     return done[0]
 
 
-def run_on_rank_zero(context: ParallelContext, what: str, work: Callable[[], T], kind: Kind = CheckpointError) -> T:
+def run_on_rank_zero(context: ParallelContext, what: str, work: Callable[[], T]) -> T:
     """Do `work` on rank 0 alone. Return its result on all ranks. Arguments and errors are those of `gather_results`."""
-    results = gather_results(context, what, lambda: work() if context.rank == 0 else None, kind)
+    results = gather_results(context, what, lambda: work() if context.rank == 0 else None)
     return results[0]  # type: ignore[return-value]
 
 
-def reject_failures(
-    context: ParallelContext, what: str, failures: dict[int, Failure], cause: Exception | None, kind: Kind
-) -> None:
+def reject_failures(context: ParallelContext, what: str, failures: dict[int, Failure], cause: Exception | None) -> None:
     """Raise the error of `gather_results` if there are `failures`, by rank; `cause` is this rank's."""
     if not failures:
         return
-    kind = InputError if all(is_input for _, is_input in failures.values()) else kind
+    kind = InputError if all(is_input for _, is_input in failures.values()) else CheckpointError
     reasons = ranks_by_value({rank: words for rank, (words, _) in failures.items()})
     if len(reasons) == 1 and len(failures) == context.size:
         raise kind(f"{what}: {next(iter(reasons))}") from cause
@@ -117,7 +113,7 @@ class StoreMessages:
             store.set(f"{self._number} of {context.rank}", zlib.compress(pickle.dumps(outcome), 1))
             told = get_within(store, reply, 2 * limit_s)  # rank 0 also waits for the others
             failures = {0: _late(2 * limit_s)} if told is None else pickle.loads(told)
-        reject_failures(context, what, failures, error, CheckpointError)
+        reject_failures(context, what, failures, error)
         return [result for _, result in everyone]
 
     def _receive(self, rank: int, end: float) -> tuple[Failure | None, Any]:
@@ -184,18 +180,25 @@ class StopAgreement:
             missing = set(range(self._size)).difference(posted)
             late = f"within {self._timeout_s:g} s (config key timeout)"
             raise TimeoutError(f"{list_ranks(missing)} did not answer {late} at which step to stop; have they ended?")
-        if self._lost is not None:
-            why = f"the store that ranks agree through does not answer: {self._lost}"
-            raise CheckpointError(f"the run was told to stop, but cannot save: {why}") from self._lost
+        self._reject_lost()
         self._passed += 1
         return self._passed == self._stop_at
 
     def ask(self) -> None:
-        """Want to stop at the next boundary, or the one after it."""
+        """Want to stop at the next boundary, or the one after it. Raises CheckpointError if the store is lost."""
         with self._lock:
             if not self._has_posted:
-                self._store.set("asked", "1")
-                self._post(self._store)
+                try:
+                    self._store.set("asked", "1")
+                    self._post(self._store)
+                except dist.DistError as error:
+                    self._lost = error
+        self._reject_lost()
+
+    def _reject_lost(self) -> None:
+        if self._lost is not None:
+            why = f"the store that ranks agree through does not answer: {self._lost}"
+            raise CheckpointError(f"the run was told to stop, but cannot save: {why}") from self._lost
 
     def close(self) -> None:
         """End the threads of all ranks. May be called twice, and by one rank alone: then nobody stops any more."""

@@ -72,9 +72,8 @@ def test_a_rank_that_does_not_answer_is_named_and_so_is_a_lost_store():
         raise dist.DistNetworkError("connection lost")
 
     agreement = StopAgreement(dist.HashStore(), SimpleNamespace(get=lost, set_timeout=lambda _: None), 0, 2, 20.0)
-    assert not agreement.pass_boundary(asks=True)
     with pytest.raises(CheckpointError, match=r"told to stop, but cannot save: the store .* connection lost"):
-        agreement.pass_boundary(asks=True)
+        any(agreement.pass_boundary(asks=True) for _ in range(2))  # at the first, if its thread was faster
     agreement.close()
 
 
