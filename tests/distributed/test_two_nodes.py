@@ -158,9 +158,9 @@ def wait(nodes: Nodes, ready: Callable[[], object]) -> None:
 
 
 @pytest.mark.promise("a rank that fails or hangs", "all ranks end, and name it", of="PyTorch", page="nodes.md")
-def test_a_node_that_is_killed_is_named_and_the_other_goes_on_from_the_checkpoint(nodes):
+def test_a_node_that_is_killed_is_named_and_the_other_goes_on_from_the_checkpoint(nodes, tmp_path):
     started = [nodes.start(number, command("halfmesh run --nnodes 2", "--set HALTS=1")) for number in range(2)]
-    wait(nodes, lambda: nodes.said(1).count("halts") == 2)
+    wait(nodes, lambda: nodes.said(1).count("halts") == 2 and (tmp_path / "checkpoints/step-00000005").exists())
     nodes.kill(1)
     wait(nodes, lambda: started[0].poll() is not None)
     assert started[0].returncode == 1
