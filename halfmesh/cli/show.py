@@ -98,7 +98,7 @@ def schema() -> None:
 
     It includes the modes, axes and strategies of installed packages.
     """
-    from ..config.json_schema import json_schema
+    from ..config.load import json_schema
 
     print(json.dumps(json_schema(), indent=2))
 

@@ -3,6 +3,8 @@
 A .py config runs in a separate namespace. Its imports of sibling files go through an import function that only
 configs see; `sys.path` and `sys.modules` stay as they are. So two directories may each have a base.py, and a config
 named json.py shadows nothing.
+
+`json_schema` describes config files to editors.
 """
 
 from __future__ import annotations
@@ -12,14 +14,17 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any
 
+from ..amp.plugin import AMP_PLUGINS, PRECISIONS
 from ..errors import ConfigError, cut, did_you_mean, shorten, show
+from ..options import Options
+from ..parallel.registries import AXES, DATA_STRATEGIES, PARTITIONERS, SCHEDULES, TENSOR_PLANS
 from .config import OWN_NAMES, Config, build
-from .schema import Settings
+from .schema import Settings, data_config, parallel_config
 from .text import UnreadableError, as_json, read_json, read_value, read_yaml
 
 _SHORT = MappingProxyType(
@@ -209,3 +214,69 @@ def _describe(error: BaseException, files: Mapping[Path, ModuleType]) -> str:
 _READERS: Mapping[str, Callable[[Path], Any]] = MappingProxyType(
     {".py": run_config, ".yaml": read_yaml, ".yml": read_yaml, ".json": read_json}
 )
+
+
+# -- for editors -------------------------------------------------------------------------------------------------------
+
+_NULL = {"type": "null"}
+_INTEGER = {"type": "integer", "minimum": 1}
+
+
+def json_schema() -> dict[str, Any]:
+    """A JSON Schema of configs in YAML and JSON, with the modes, axes and strategies of installed packages. Editors
+    complete keys and mark mistakes by it."""
+    schema = Config.model_json_schema()
+    keys = schema["properties"]
+    for key, dtype in PRECISIONS.items():
+        keys[key] = {"anyOf": [*_modes(dtype), _NULL]}
+    keys["parallel"] = {"anyOf": [_object(_layouts()), _NULL]}
+    shorthands: dict[str, dict[str, Any]] = {
+        "clip_grad_norm": {"type": ["number", "null"], "minimum": 0},
+        "activation_checkpoint": {"enum": ["full", "selective", True, False, None]},
+        "compile": {"type": ["boolean", "null"]},
+    }
+    for key, shorthand in shorthands.items():
+        keys[key]["anyOf"] = [{"$ref": keys[key].pop("$ref")}, shorthand]
+    keys["checkpoint"]["anyOf"].append({"type": "string"})
+    used = {"ActivationCheckpointConfig", "CheckpointConfig", "ClipConfig", "CompileConfig"}
+    return schema | {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "A config of halfmesh",
+        "$defs": {name: schema["$defs"][name] for name in sorted(used)},
+        "additionalProperties": False,
+        "patternProperties": {"^[A-Z][A-Z0-9_]*$": {"description": "yours: engine.config.NAME"}},
+    }
+
+
+def _modes(dtype: str) -> Iterator[dict[str, Any]]:
+    """The modes that have `dtype`, with the keys of each."""
+    for name, plugin in AMP_PLUGINS.each():
+        if dtype in plugin.composes.dtypes:
+            mode = {"const": name, "description": (plugin.__doc__ or "").partition("\n")[0]}
+            yield _object({"mode": mode, **_keys(plugin.options)}, required=["mode"])
+
+
+def _layouts() -> Mapping[str, Any]:
+    """Each axis, as a number of ranks or with its keys; and the data strategies."""
+    names = {"schedule": SCHEDULES, "partition": PARTITIONERS, "plan": TENSOR_PLANS}
+    layouts = dict[str, Any]()
+    for name in AXES.names():
+        keys = _keys(parallel_config((name,)).model_fields[name].annotation)
+        for key in keys.keys() & names.keys():
+            also = [] if key == "schedule" else ["auto"]
+            others = [one for one in keys[key].get("anyOf", ()) if one.get("type") != "string"]
+            keys[key] = {"anyOf": [{"enum": [*also, *names[key].names()]}, *others]}
+        layouts[name] = {"anyOf": [_INTEGER, _object(keys), _NULL]}
+    strategies = DATA_STRATEGIES.names()
+    each = [_object(_keys(data_config(name)) | {"strategy": {"const": name}}) for name in strategies]
+    layouts["data"] = {"anyOf": [{"enum": strategies}, *each, _NULL]}
+    return layouts
+
+
+def _keys(options: Any) -> dict[str, Any]:
+    assert issubclass(options, Options)
+    return dict(options.model_json_schema().get("properties", {}))
+
+
+def _object(keys: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": dict(keys), "additionalProperties": False, **more}

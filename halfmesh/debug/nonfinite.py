@@ -13,7 +13,7 @@ import torch
 from ..amp.step_result import StepResult
 from ..distributed.env import list_ranks
 from ..errors import NonFiniteError, bullet_list
-from ..utils.engine_hook import Progress
+from ..utils.engine_hook import Hooks, Progress
 from ..utils.param_shard import compute_dtype
 from ..utils.tensors import dtype_name, tensors_of
 from .probes import CRITERION, Probes, TensorStats, Visit, is_finite, measure
@@ -156,31 +156,31 @@ class NonFiniteProbes(Probes):
     progress: Progress
     _first: Fault | None = None
 
-    def __post_init__(self) -> None:
-        if self.config.debug == "nonfinite":
+    def watch(self, is_wanted: bool, hooks: Hooks) -> None:
+        """Begin to watch, or end it. Under `debug="nonfinite"` it does not end."""
+        if is_wanted and not self.attached:
             self.attach()
+            hooks.add(self)
+        elif self.attached and not is_wanted and self.config.debug != "nonfinite":
+            self.detach()
+            hooks.remove(self)
 
-    # -- events of the loop ------------------------------------------------------------------------------------
+    # -- events of the loop, while it is watched ---------------------------------------------------------------
 
     def before_forward(self, method: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self.attached and self._model.training and not self.accumulation.update.has_gradients:
+        if self._model.training and not self.accumulation.update.has_gradients:
             for index, (name, param) in enumerate(self._model.named_parameters()):
                 self._look("weight", param.to(compute_dtype(param)), index, name)
 
     def after_backward(self, loss: Any) -> None:
-        for tensor in tensors_of(loss) if self.attached else ():
+        for tensor in tensors_of(loss):
             self._look("loss", tensor, sys.maxsize)
 
     def after_step(self, result: StepResult) -> None:
-        nears_limit = self.accumulation.update.skip_counter.nears_limit
-        if self.attached:
-            self._first = None
-            if not nears_limit and self.config.debug != "nonfinite":
-                self.detach()
-        elif nears_limit:
-            self.attach()
+        self._first = None
 
-    def on_error(self, error: NonFiniteError) -> None:
+    def explain(self, error: NonFiniteError) -> None:
+        """Add a diagnosis to the error of an update. All ranks together."""
         context, progress = self.context, self.progress
         if self.config.name is not None:
             error.add_note(f"in the engine named {self.config.name!r}")

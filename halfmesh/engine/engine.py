@@ -28,6 +28,7 @@ from .summary import EffectivePlan
 if TYPE_CHECKING:
     from ..checkpoint.preemption import PreemptionHook
     from ..config import Config
+    from ..debug.nonfinite import NonFiniteProbes
     from ..debug.precision import PrecisionReport
     from ..debug.probes import Criterion
     from ..parallel.mesh import ParallelContext
@@ -62,6 +63,7 @@ class Engine(MixedPrecisionState):
     _lr: LRAdvance
     _eval_dataloader: EngineDataLoader | None
     _hooks: Hooks
+    _probes: NonFiniteProbes
     _checkpointer: Checkpointer
     _preemption: PreemptionHook | None
     _ends: ExitStack
@@ -202,7 +204,7 @@ class Engine(MixedPrecisionState):
             with self._explained(in_step=True):
                 result = accumulation.step()
         except NonFiniteError as error:
-            self._hooks.run("on_error", error)
+            self._probes.explain(error)
             raise
         finally:
             if is_last_batch and self._dataloader is not None:  # else the last batch is fetched already, and waits
@@ -214,6 +216,8 @@ class Engine(MixedPrecisionState):
             self._average.after_step(progress.global_step)
         if lr is not None:
             lr.after(result)
+        if (nears_limit := self._update.skip_counter.nears_limit) != self._probes.attached:
+            self._probes.watch(nears_limit, self._hooks)
         for told in self._hooks.calls["after_step"]:
             told(result)
         return result

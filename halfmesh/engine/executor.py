@@ -1,5 +1,5 @@
-"""Forward and criterion of the loop where no pipeline splits the model; warnings of calls that bypass them; and as many
-calls on each data rank in an evaluation, where each forward needs all of them."""
+"""Forward and criterion of the loop where no pipeline splits the model; the scope of their random numbers; warnings of
+calls that bypass them; and as many calls on each data rank in an evaluation, where each forward needs all of them."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from torch import nn, optim
 from ..amp.recipe import Recipe
 from ..config.composition import Setup
 from ..errors import InputError
+from ..parallel.rng import generator_of
 from ..utils.engine_hook import EngineHook
 from ..utils.log import get_logger
 from ..utils.tensors import tensors_of
 from .accumulation import Accumulation
-from .parallelize import ParallelModel
 
 if TYPE_CHECKING:
     from ..data.loader import EngineDataLoader
     from ..data.sharding import ShardedLoader
     from .engine import Engine
+    from .parallelize import ParallelModel
 
 _log = get_logger(__name__)
 
@@ -41,6 +42,38 @@ _PARTS = (
     "%s.state_dict() has only this rank's part. To save all of it, call engine.save(path), engine.save_weights(path) "
     "or engine.full_state_dict() on every rank, before the engine is closed"
 )
+
+
+class ModelRNG:
+    """The random numbers of the model's forward in training, on several ranks, as a scope: a separate sequence, so that
+    ranks of a tensor group drop the same elements and data ranks different ones, even if user code of one rank draws
+    (to log a sample, for example). The user's generator continues as if the model had drawn nothing.
+
+    Args:
+        seed: of `model_seed`, the same on all ranks of a tensor group.
+    """
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self._on_cuda, self._generator = device.type == "cuda", generator_of(device)
+        self.state = torch.Generator(device).manual_seed(seed).get_state()
+        """The state of the sequence between two forwards."""
+        self._outside: torch.Tensor | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """True within the scope."""
+        return self._outside is not None
+
+    def __enter__(self) -> None:
+        if not (self._on_cuda and torch.cuda.is_current_stream_capturing()):  # a graph keeps its seed
+            self._outside = self._generator.get_state()
+            self._generator.set_state(self.state)
+
+    def __exit__(self, *_: object) -> None:
+        if self._outside is not None:
+            self.state = self._generator.get_state()
+            self._generator.set_state(self._outside)
+            self._outside = None
 
 
 @contextmanager

@@ -241,7 +241,8 @@ def _make_engine(
     if not any(map(has_no_memory, model.parameters())):  # as in a dry run
         hooks.add(ForwardWrites(state, context))
     probed = state.model, state.parallel_model, executor.stages, criterion
-    hooks.add(NonFiniteProbes(*probed, accumulation=accumulation, context=context, config=config, progress=progress))
+    probes = NonFiniteProbes(*probed, accumulation=accumulation, context=context, config=config, progress=progress)
+    probes.watch(config.debug == "nonfinite", hooks)
     if config.compile.graphs:
         hooks.add(graphs := GraphSteps(config.compile, accumulation))
         if model not in parallel_model.compiled:
@@ -270,6 +271,7 @@ def _make_engine(
         _lr=lr,
         _eval_dataloader=eval_loader,
         _hooks=hooks,
+        _probes=probes,
         _checkpointer=checkpointer,
         _preemption=preemption,
         _ends=ends,

@@ -28,7 +28,7 @@ from ..parallel.dims import ParallelDims
 from ..parallel.mesh import ParallelContext
 from ..parallel.reducer import Reduction
 from ..parallel.registries import AXES
-from ..parallel.rng import IsolatedRNG, ModelRNG, model_seed, same_state
+from ..parallel.rng import IsolatedRNG, model_seed, same_state
 from ..parallel.shard_spec import Placement, whole
 from ..parallel.trial import find_unit
 from ..parallel.whole_steps import WholeSteps
@@ -36,6 +36,7 @@ from ..utils.optimizer_state import parts_of
 from ..utils.param_shard import ParamShard
 from . import compilation
 from .deferred import Materializer
+from .executor import ModelRNG
 from .offload import Offload
 from .pipeline_handles import PipelineOutput
 from .recompute import Checkpointed

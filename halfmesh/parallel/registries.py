@@ -32,8 +32,8 @@ for _name in _STYLES.split():  # "fused_colwise" is FusedColwise
 TENSOR_STYLES.register_lazy("partial", "halfmesh.parallel.tensor.styles:Sequence")
 
 _PLANS = {
-    "timm": "timm_attention timm_mlp timm_glu_mlp timm_swiglu timm_block timm_vit",
-    "torch_nn": "torch_attention torch_encoder torch_layer torchvision_block",
+    "torch_and_timm": "torch_attention torch_encoder torch_layer torchvision_block "
+    "timm_attention timm_mlp timm_glu_mlp timm_swiglu timm_block timm_vit",
     "transformers": "hugging_face gpt2_attention gpt2_mlp bert_attention bert_layer t5_attention t5_mlp",
 }
 BUILTIN_TENSOR_PLANS = frozenset(" ".join(_PLANS.values()).split())
@@ -46,8 +46,7 @@ for _name in ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv", "dualpipev")
     SCHEDULES.register_lazy(_name, f"halfmesh.parallel.pipeline.schedules:{_constant}")
 
 _PARTITIONERS = {
-    "torch_nn": "sequential",
-    "timm": "timm_vit",
+    "torch_and_timm": "sequential timm_vit",
     "transformers": "hugging_face_llama hugging_face_gpt2 hugging_face_bert_classification hugging_face_bert_masked",
 }
 for _file, _names in _PARTITIONERS.items():

@@ -107,39 +107,8 @@ def model_seed(seed: int, context: ParallelContext, own_rng_axes: Iterable[str] 
     coordinate = 0
     for axis in own_rng_axes:
         coordinate = coordinate * context.sizes[axis] + context.coordinate(axis)
-    return seed + context.dp_rank + context.dp_size * (context.pp_rank + context.sizes["pp"] * coordinate)
-
-
-class ModelRNG:
-    """The random numbers of the model's forward in training, on several ranks, as a scope: a separate sequence, so that
-    ranks of a tensor group drop the same elements and data ranks different ones, even if user code of one rank draws
-    (to log a sample, for example). The user's generator continues as if the model had drawn nothing.
-
-    Args:
-        seed: the same on all ranks of a tensor group.
-    """
-
-    def __init__(self, seed: int, device: torch.device) -> None:
-        self._on_cuda, self._generator = device.type == "cuda", _generator_of(device)
-        self.state = torch.Generator(device).manual_seed(seed % _SEEDS).get_state()
-        """The state of the sequence between two forwards."""
-        self._outside: torch.Tensor | None = None
-
-    @property
-    def is_open(self) -> bool:
-        """True within the scope."""
-        return self._outside is not None
-
-    def __enter__(self) -> None:
-        if not (self._on_cuda and torch.cuda.is_current_stream_capturing()):  # a graph keeps its seed
-            self._outside = self._generator.get_state()
-            self._generator.set_state(self.state)
-
-    def __exit__(self, *_: object) -> None:
-        if self._outside is not None:
-            self.state = self._generator.get_state()
-            self._generator.set_state(self._outside)
-            self._outside = None
+    place = context.dp_rank + context.dp_size * (context.pp_rank + context.sizes["pp"] * coordinate)
+    return (seed + place) % _SEEDS
 
 
 class RandomFork:
@@ -160,7 +129,7 @@ class RandomFork:
 
     def __init__(self, rank: int, device: torch.device) -> None:
         self._offset = (rank + 1) * _RANK_STEP
-        self._generator = _generator_of(device)
+        self._generator = generator_of(device)
 
     @property
     def is_open(self) -> bool:
@@ -181,7 +150,8 @@ class RandomFork:
             self._generator.manual_seed((self._generator.initial_seed() - self._offset + _STEP) % _SEEDS)
 
 
-def _generator_of(device: torch.device) -> torch.Generator:
+def generator_of(device: torch.device) -> torch.Generator:
+    """The generator from which torch draws on `device`."""
     if device.type != "cuda":
         return torch.default_generator
     torch.cuda.init()  # there are no generators before

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ..amp.step_result import StepResult
-    from ..errors import NonFiniteError
 
 
 # The number of step results that an engine keeps.
@@ -56,9 +55,6 @@ class EngineHook:
 
     def after_step(self, result: StepResult) -> None:
         """Called after each update, taken or skipped."""
-
-    def on_error(self, error: NonFiniteError) -> None:
-        """Called on all ranks when an update raised `error`."""
 
     def after_load(self) -> None:
         """Called after a checkpoint or a state dict was loaded."""

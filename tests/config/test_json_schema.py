@@ -8,7 +8,7 @@ import jsonschema
 import pytest
 
 import halfmesh
-from halfmesh.config.json_schema import json_schema
+from halfmesh.config.load import json_schema
 from halfmesh.parallel.registries import DATA_STRATEGIES
 
 

@@ -213,12 +213,12 @@ ACTIVATIONS = (
     ),
     fault(
         "Modules are not watched before the limit of skips",
-        Text(NONFINITE, "        elif nears_limit:\n            self.attach()\n", ""),
+        Text(NONFINITE, "            self.attach()\n", "            pass\n"),
         f"{DIAGNOSIS}::test_modules_are_watched_only_while_a_run_of_skips_nears_its_limit",
     ),
     fault(
         "Modules are watched for ever",
-        Text(NONFINITE, "                self.detach()\n", "                pass\n"),
+        Text(NONFINITE, "            self.detach()\n            hooks", "            hooks"),
         f"{DIAGNOSIS}::test_modules_are_watched_only_while_a_run_of_skips_nears_its_limit",
     ),
     fault(

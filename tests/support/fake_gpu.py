@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import halfmesh
-from halfmesh.parallel.rng import ModelRNG
+from halfmesh.engine.executor import ModelRNG
 
 _READS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::is_nonzero"}
 _NO_KERNEL = {
