@@ -117,7 +117,7 @@ class StoreMessages:
         return [result for _, result in everyone]
 
     def _receive(self, rank: int, end: float) -> tuple[Failure | None, Any]:
-        """What `rank` sends until the time `end`."""
+        """The message that `rank` sends until the time `end`."""
         store: Any = self._store
         key, left_s = f"{self._number} of {rank}", end - time.monotonic()
         # After the end no `get` of what is not there: torch prints each one that fails.

@@ -163,7 +163,7 @@ def _literal(text: str) -> Any:
 def _describe(
     values: Mapping[str, Any], outcomes: Mapping[str, Outcome], looks: Sequence[str], verbose: bool
 ) -> Iterator[str]:
-    """What needs action, by kind; then, if `verbose`, the other keys."""
+    """The keys that need action, by kind; then, if `verbose`, the other keys."""
 
     def line(key: str) -> str:
         outcome = outcomes[key]

@@ -119,7 +119,7 @@ def read_options(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
 def check_config(
     path: Path, world_size: int, device: str | None, overrides: Sequence[str] = ()
 ) -> tuple[str, list[str]]:
-    """What to tell the ranks of the config, and all its problems on `world_size` ranks."""
+    """The text by which ranks know the config, and all its problems on `world_size` ranks."""
     import torch
 
     from ..compat import check

@@ -1,4 +1,4 @@
-"""What follows from a config on a number of ranks, and the checks between its keys beyond the composition table."""
+"""The consequences of a config on a number of ranks, and the checks between its keys beyond the composition table."""
 
 from __future__ import annotations
 

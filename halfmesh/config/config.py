@@ -127,7 +127,7 @@ _EXPECTED = {
     "tuple_type": "a tuple",
     "dict_type": "a dict",
 }
-"""What pydantic's types of errors allow."""
+"""The values that are allowed, by pydantic's type of error."""
 DATA = ("parallel", "data")
 FAR_CUTOFF = 0.75  # stricter for keys of other levels, because there are many
 
@@ -215,7 +215,7 @@ def _reason(errors: Sequence[Mapping[str, Any]], path: tuple[str, ...], raw: Map
 
 
 def _expect(errors: Sequence[Mapping[str, Any]]) -> str:
-    """What is allowed for one value, the value, and the number that a string of digits should be."""
+    """The allowed values in words, the value, and the number that a string of digits should be."""
     given = errors[0]["input"]
     allowed = " or ".join(dict.fromkeys(_EXPECTED[one["type"]].format(**one.get("ctx", {})) for one in errors))
     if not isinstance(given, str):
@@ -300,7 +300,7 @@ _INSTEAD = {
     "gradient_accumulation": "accumulate_grad_batches gradient_accumulation_steps",
     "global_batch_size": "train_batch_size",
 }
-"""What to set here, and the keys of other libraries for it, lower case."""
+"""The key to set here, and the keys of other libraries for it, lower case."""
 _OTHERS = {
     "optimize": "remove it: halfmesh has no such choice; parallel.pipeline.partition sets the stages",
     "dynamic_loss_args": "set growth_interval (scale_window), min_scale and hysteresis (delayed_shift) in fp16 instead",

@@ -349,7 +349,7 @@ class CompileConfig(Options):
 
     enabled: bool = True
     scope: Literal["auto", "model", "blocks"] = "auto"
-    """What to compile: the whole model, or each repeated block. "auto": blocks with several ranks, else the model."""
+    """The modules to compile: the model, or each repeated block. "auto": blocks with several ranks, else the model."""
     backend: str = "inductor"
     mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None = None
     dynamic: bool | None = None

@@ -37,7 +37,7 @@ _RECOMPUTED = {
 
 
 COMMUNICATOR_BYTES = 100 * 2**20, 700 * 2**20
-"""What NCCL's buffers of one communicator are likely to take, from and to. A channel to a neighbour has 9 MiB
+"""The likely memory of NCCL's buffers of one communicator, from and to. A channel to a neighbour has 9 MiB
 (NCCL_BUFFSIZE, 4 MiB, and those of the protocols LL and LL128: NCCL's device.h), and there are up to 32 channels. 688
 MB were measured on four A100 over NVLink (https://github.com/NVIDIA/nccl/issues/964), before NCCL 2.22, which
 connects only what is used."""
@@ -75,7 +75,7 @@ def lines(run: DryRun, limit: int | None, device: str = "cuda") -> Iterator[str]
 
 
 def communicator_notes(run: DryRun, device: str) -> Iterator[str]:
-    """What NCCL's buffers are likely to take of a GPU; no dry run counts them."""
+    """The memory that NCCL's buffers are likely to take of a GPU; no dry run counts them."""
     most = (
         () if device != "cuda" else max((figures.communicators for figures in run.ranks.values()), key=len, default=())
     )

@@ -240,7 +240,7 @@ class Accumulation:
 
 
 class MixedPrecisionState:
-    """What an engine, and the optimizer of `convert_to_amp`, tell of their update."""
+    """The state of the update that an engine and the optimizer of `convert_to_amp` show."""
 
     _update: MixedPrecisionOptimizer
 

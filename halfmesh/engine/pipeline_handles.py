@@ -64,7 +64,7 @@ class PipelineOutput(Handle):
 
     def __init__(self, batch: Any) -> None:
         self.batch = batch
-        """What backward needs; None after it."""
+        """The values that backward needs; None after it."""
         self.sequences: Any = None
         """The sequences of which this rank has some tokens, if it does not have all."""
 

@@ -27,7 +27,7 @@ from .batch import TARGETS, Outcome
 CHUNK = 64 * 2**20
 """Bytes that are sent at once."""
 _VALUES = (str, int, float, np.generic, np.ndarray)
-"""What an output holds besides tensors."""
+"""The types of values in an output besides tensors."""
 
 
 def shard_dataloader(engine: Engine, dataloader: DataLoader[Any]) -> EngineDataLoader:

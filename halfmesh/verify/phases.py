@@ -195,7 +195,7 @@ class Work:
         return replace(phase, name="structure", dtype="float64", seconds=time.monotonic() - began)
 
     def _accumulated(self, folder: Path, case: Case) -> str:
-        """Whether the result is that of one process that accumulates, for the cause of a difference."""
+        """Return True if the result is that of one process that accumulates, for the cause of a difference."""
         path, case = folder / "accumulated", replace(case, updates=1)
         with suppress(InputError):  # a loop that clips by itself cannot do so after a part of an update
             self._alone(record, case, path, case.chunks)

@@ -51,7 +51,7 @@ class Sink(Protocol):
     """By update, call and kind: loss, or norm, skipped, scale and lr of an update."""
 
     def begin(self, engine: Engine) -> None:
-        """What comes is computed by this engine; else by a plain loop."""
+        """From now on this engine computes; before, a plain loop did."""
 
     def tensor(self, key: Key, tensor: torch.Tensor, microbatch: int) -> None:
         """An activation or its gradient."""
@@ -222,8 +222,8 @@ class EngineRecorder(Recorder):
         self.update, self._position, self._losses = self.update + 1, -1, []
 
     def held(self, what: str) -> Iterator[tuple[str, torch.Tensor, Placement]]:
-        """What the optimizer holds; or, to "begin" with, the weights that the model computes with. (A state dict would
-        let fsdp free what it gathered.)"""
+        """The parameters that the optimizer holds; or, to "begin" with, the weights that the model computes with. (A
+        state dict would let fsdp free what it gathered.)"""
         for shard, name in self._state.names():
             held = self._engine._update.master_weights.value(shard)
             if what == "begin":

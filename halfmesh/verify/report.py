@@ -148,9 +148,10 @@ update | | new weights do not reach all ranks, or the optimizer needs whole tens
 buffer | | each data rank updates it from its own batches | all-reduce it in the model, or accept it
 loss | | the criterion is not a mean over samples, or counts other targets | set loss_reduction
 """
-"""What differs first, the signs that must all be present, the likely cause, and what to try. The first row that fits
-is taken. Signs: "copies" of a parameter on several ranks differ; "all" gradients differ; by the same "factor"; this is
-"later" than the first call of a rank; and what ranks share: "tp", "cp", "ep", and "rows" of a batch."""
+"""The kind of the first difference, the signs that must all be present, the likely cause, and what to try. The first
+row that fits is taken. Signs: "copies" of a parameter on several ranks differ; "all" gradients differ; by the same
+"factor"; this is "later" than the first call of a rank; and what ranks share: "tp", "cp", "ep", and "rows" of a
+batch."""
 _PLAN = (
     f"leave these layers out of the plan, or give sizes as -1 or by 'heads(name)' (see {page('Tensor parallelism')})"
 )

@@ -85,7 +85,7 @@ class Subject:
         return map_tensors(lambda tensor: tensor.to(case.device), batch)
 
     def _chunk(self, case: Case, update: int, chunk: int) -> Batch:
-        """What a data rank takes at once. Of several batches the next, else rows, as many as microbatches need."""
+        """A data rank's batch. Of several batches the next, else rows, as many as microbatches need."""
         number = update * case.chunks + chunk
         if len(self.batches) > 1:
             return self.batches[number % len(self.batches)]

@@ -24,20 +24,20 @@ Slot = tuple[nn.Module, str]
 
 
 def find_units(
-    model: nn.Module, blocks: Sequence[str], apart: Set[nn.Parameter], not_called: Collection[str] | None
+    model: nn.Module, blocks: Sequence[str], separate: Set[nn.Parameter], not_called: Collection[str] | None
 ) -> list[nn.Module]:
     """The modules that gather their weights separately, inner ones first.
 
     Args:
         blocks: names of the repeated blocks; a rank may not have all of them.
-        apart: parameters that are sharded over other ranks than the rest, as those of experts.
+        separate: parameters that are sharded over other ranks than the rest, as those of experts.
         not_called: under a pipeline, names of the modules that stages do not call directly, with the model itself. All
             other modules with parameters are units then. None: the model is the unit of the rest.
     """
     known, within = dict(model.named_modules()), set[nn.Module]()
     units = list[nn.Module]()
-    for module in model.modules() if apart else ():  # outer ones first
-        if module not in within and (held := {*module.parameters()}) and held <= apart:
+    for module in model.modules() if separate else ():  # outer ones first
+        if module not in within and (held := {*module.parameters()}) and held <= separate:
             units.append(module)
             within.update(module.modules())
     units += [known[name] for name in blocks if name in known and name not in (not_called or ())]
