@@ -23,7 +23,7 @@ from .fault import NOT_THERE, ROOT, Text, put
 
 MOST_S = 250.0
 """So long a run may take."""
-HANGS_S = 15.0
+HANGS_S = 10.0
 """Ranks that take longer hang."""
 
 

@@ -14,12 +14,14 @@ from typing import Any
 import pytest
 
 from halfmesh.verify import layout, phases
-from halfmesh.verify.report import VerifyReport
+from halfmesh.verify.report import Phase, VerifyReport
 from halfmesh.verify.run import compare, record
-from tests.support.proofs import TeamWork
+from halfmesh.verify.subject import Case
+from tests.support.proofs import LEFT_OUT, TeamWork
 
-from . import workloads
+from . import users
 from .fault import Fault, In, Text, put
+from .workloads import given
 
 
 def compare_faulty(texts: Sequence[Text], args: Sequence[Any]) -> Any:
@@ -39,6 +41,13 @@ class FaultyWork(TeamWork):
     texts: Sequence[Text] = ()
     known: dict[bytes, Path] = field(default_factory=dict)
     folder: Path = Path()
+
+    def structure(self, folder: Path, case: Case, calls: int) -> Phase:
+        """Only of what has no mode, for which the format is left out."""
+        return LEFT_OUT if case.config.precision else super().structure(folder, case, calls)
+
+    def format(self, folder: Path, case: Case, calls: int) -> Phase:
+        return super().format(folder, case, calls) if case.config.precision else LEFT_OUT
 
     def _run(self, world_size: int, function: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
         if function is record:
@@ -68,7 +77,7 @@ def verifying() -> Iterator[Verify]:
         known: dict[bytes, Path] = {}
 
         def verify(fault: Fault, place: In, is_faulty: bool = True) -> VerifyReport:
-            build = place.build or (partial(workloads.given, place.cell.model) if fault.texts else fault.where)
+            build = place.build or partial(*((given, place.cell.model) if fault.texts else (users.make, fault.what)))
             options = {"texts": fault.texts if is_faulty else (), "known": known, "folder": Path(folder)}
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(phases, "Work", lambda *args: FaultyWork(*args, **options))

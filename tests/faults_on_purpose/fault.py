@@ -13,7 +13,7 @@ from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
 
-from tests.composition.cells import Cell
+from tests.composition.cells import Cell, Pipe
 
 from .workloads import Given
 
@@ -23,7 +23,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Text:
-    """A change within a function of halfmesh/: `old`, which stands in `file` once, becomes `new`."""
+    """A change within a function of halfmesh/: `old`, which stands in `file` once, becomes `new`; in it OLD stands for
+    `old`."""
 
     file: str
     old: str
@@ -75,35 +76,21 @@ class Fault:
     """
     Attributes:
         what: is wrong.
-        where: it is put; or what builds the user's model that has it, in one process, too.
-        seen: by these tests, of which each has to fail, and by verify in these layouts.
+        texts: where halfmesh is changed; () of a user's model, which has it in one process, too.
+        tests: each of them has to fail.
+        layouts: verify has to see it there.
     """
 
     what: str
-    where: tuple[Text, ...] | Callable[[], Given]
-    seen: tuple[str | In, ...]
+    texts: tuple[Text, ...]
+    tests: tuple[str, ...]
+    layouts: tuple[In, ...]
 
-    @property
-    def texts(self) -> tuple[Text, ...]:
-        return self.where if isinstance(self.where, tuple) else ()
-
-    @property
-    def tests(self) -> tuple[str, ...]:
-        return tuple(each for each in self.seen if isinstance(each, str))
-
-    @property
-    def layouts(self) -> tuple[In, ...]:
-        return tuple(each for each in self.seen if isinstance(each, In))
-
-
-def fault(what: str, where: Text | Sequence[Text], *seen: str | In) -> Fault:
-    """A fault of halfmesh."""
-    return Fault(what, (where,) if isinstance(where, Text) else tuple(where), seen)
-
-
-def user(build: Callable[[], Given], *seen: In) -> Fault:
-    """A fault of a user's model, which the first line of the builder tells."""
-    return Fault((build.__doc__ or "").partition("\n")[0].rstrip("."), build, seen)
+    @staticmethod
+    def of(what: str, given: Sequence[Any]) -> Fault:
+        """Of changes of halfmesh, or of a builder; and of what sees it."""
+        texts, tests, layouts = (tuple(each for each in given if isinstance(each, kind)) for kind in (Text, str, In))
+        return Fault(what, texts, tests, layouts)
 
 
 def changed(texts: Sequence[Text]) -> Iterator[tuple[CodeType, CodeType]]:
@@ -114,7 +101,7 @@ def changed(texts: Sequence[Text]) -> Iterator[tuple[CodeType, CodeType]]:
         after = before
         for text in some:
             assert before.count(text.old) == 1, f"{file} has changed: say where the fault would be now: {text.old!r}"
-            after = after.replace(text.old, text.new)
+            after = after.replace(text.old, text.new.replace("OLD", text.old))
         codes = (_functions(compile(text, path, "exec", dont_inherit=True)) for text in (before, after))
         pairs = [pair for pair in zip(*codes, strict=True) if _meaning(pair[0]) != _meaning(pair[1])]
         assert pairs, f"{file}: nothing in a function is changed"
@@ -160,3 +147,44 @@ def _meaning(code: CodeType) -> tuple[Any, ...]:
     """What `code` does, without the numbers of its lines."""
     consts = [_meaning(const) if isinstance(const, CodeType) else repr(const) for const in code.co_consts]
     return code.co_code, code.co_names, code.co_varnames, code.co_freevars, consts
+
+
+# -- layouts, and patterns of the places that verify may name ----------------------------------------------------------
+
+PIPE = Pipe(2, "1f1b", 2)
+
+
+class At:
+    """Layouts that faults are put into."""
+
+    LLAMA_TENSOR, GPT_TENSOR = Cell("none", "llama", tensor=2), Cell("none", "gpt", tensor=2)
+    MLP_TENSOR, VIT_TENSOR = Cell("none", tensor=2), Cell("none", "vit", tensor=2)
+    GPT_SEQUENCE = Cell("none", "gpt", tensor=2, sequence_parallel=True)
+    MLP_PIPE, GPT_PIPE = Cell("none", pipeline=PIPE), Cell("none", "gpt", pipeline=PIPE)
+    GPT_CONTEXT, LLAMA_CONTEXT = Cell("none", "gpt", context=2), Cell("none", "llama", context=2)
+    EXPERTS = Cell("none", "mixtral", data=2, expert=2)
+    DATA, TWICE, GPT_DATA = Cell(data=2), Cell(data=2, gradient_accumulation=2), Cell("none", "gpt", data=2)
+    ZERO1, FSDP = Cell(data=2, strategy="zero1"), Cell("none", "gpt", data=2, strategy="fsdp")
+    TORCH_FP16, NAIVE_FP16, NAIVE_BF16 = (Cell(mode, data=2) for mode in ("torch_fp16", "naive_fp16", "naive_bf16"))
+    TORCH_FP16_TENSOR = Cell("torch_fp16", tensor=2)
+
+
+CLIPPED, WEIGHTED = {"clip_grad_norm": 0.5}, {"loss_reduction": "weighted"}
+GRADIENT, LOSS = "gradient *", "loss *"
+UNLIKE = "rejected *differ between ranks that should hold the same*"
+OTHERWISE = "rejected *compute something else*"
+
+
+def after(name: str) -> str:
+    """The output of a module whose inputs agree."""
+    return f"output {name}; *its inputs agree*"
+
+
+def before(name: str) -> str:
+    """The caller's own code before a module, whose input differs."""
+    return f"output *; * {name}, whose input*"
+
+
+def grad(name: str) -> str:
+    """The gradient of a module's output, which is made by what was given that."""
+    return f"*; *the gradient of the output of {name} differs*"

@@ -1,7 +1,5 @@
 """Tests turn red when a line of the source that they guard is broken."""
 
-from __future__ import annotations
-
 import pytest
 
 from .by_tests import running_tests

@@ -1,7 +1,5 @@
 """The table of faults fits the source and the tests that it names, and the page has all of it."""
 
-from __future__ import annotations
-
 import ast
 
 from .fault import ROOT
