@@ -39,54 +39,33 @@ LAYOUT = """() => {
 }"""
 
 
-@pytest.fixture(scope="module")
-def browser():
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    with playwright.sync_playwright() as started:
-        opened = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage"])
-        yield opened
-        opened.close()
-
-
-@pytest.fixture
-def visit(browser, tmp_path):
-    """Open a report of runs, at a width; fails if the page asks for anything, or complains."""
-    said, asked, pages = [], [], []
-
-    def go(runs, width, **options):
-        path = halfmesh.write_report(*runs, out=tmp_path / "report.html")
-        page = browser.new_page(viewport={"width": width, "height": 900}, **options)
-        page.on("console", lambda message: said.append(message.text))
-        page.on("pageerror", lambda error: said.append(str(error)))
-        page.on("request", lambda request: asked.append(request.url))
-        page.goto(path.as_uri())
-        pages.append(page)
-        return page
-
-    yield go
-    for page in pages:
-        page.close()
-    assert said == []
-    assert [url for url in asked if not url.startswith(("file:", "data:"))] == []
-    assert sum(url.startswith("file:") for url in asked) == len(pages)
-
-
-@pytest.fixture
-def folders(tmp_path):
+def make_runs(folder):
     """Runs with names, values and meshes that need room."""
     long = "a_run_with_a_name_" + "that_is_long_" * 5
-    plain = write_run(tmp_path / "one")
+    plain = write_run(folder / "one")
     records = [{**r, "lr": r.get("lr", 0.0) * 1e-6, "eval_top5_accuracy": r["step"] / 400} for r in make_records()]
     config = make_config(config={"NAMES": ["x" * 300], "K" * 200: 1}, argv=["/a/path/" + "deep/" * 60], device="y" * 99)
-    other = write_run(tmp_path / long, config, make_plan(pp=9, dp=3, tp=4, size=70_000_000_000), records)
-    cut = write_run(tmp_path / "cut", {}, {"plans": []}, [{"step": 1_350_000, "loss": 1.0, "skipped": [3]}], None)
+    other = write_run(folder / long, config, make_plan(pp=9, dp=3, tp=4, size=70_000_000_000), records)
+    cut = write_run(folder / "cut", {}, {"plans": []}, [{"step": 1_350_000, "loss": 1.0, "skipped": [3]}], None)
     return [plain, other, cut, cut, plain]
 
 
-@pytest.mark.parametrize("width", [360, 1400])
-def test_the_layout(visit, folders, width):
-    page = visit(folders, width, color_scheme="dark" if width == 360 else "light")
-    assert page.evaluate("document.scrollingElement.scrollWidth <= innerWidth")
-    assert page.evaluate(LAYOUT) == {"problems": [], "charts": 7}
-    columns = page.evaluate("getComputedStyle(document.querySelector('main')).gridTemplateColumns.split(' ').length")
-    assert columns == (2 if width == 1400 else 1)
+def test_the_layout(tmp_path):
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    url = halfmesh.write_report(*make_runs(tmp_path), out=tmp_path / "report.html").as_uri()
+    complaints, asked = [], []
+    with playwright.sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage"])
+        for width, scheme, columns in ((360, "dark", 1), (1400, "light", 2)):
+            page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+            page.on("console", lambda message: complaints.append(message.text))
+            page.on("pageerror", lambda error: complaints.append(str(error)))
+            page.on("request", lambda request: asked.append(request.url))
+            page.goto(url)
+            assert page.evaluate("document.scrollingElement.scrollWidth <= innerWidth")
+            assert page.evaluate(LAYOUT) == {"problems": [], "charts": 7}
+            style = "getComputedStyle(document.querySelector('main')).gridTemplateColumns.split(' ').length"
+            assert page.evaluate(style) == columns
+        browser.close()
+    assert complaints == []
+    assert [name for name in asked if not name.startswith("data:")] == [url] * 2

@@ -1,4 +1,5 @@
-"""The report: what is read of a run's folder, also where it is damaged; what stands on the page; the command."""
+"""The report: what is read of a run's folder, also where it is damaged; what stands on the page; the command; and the
+picture of a mesh."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import json
 import math
 import re
 import tomllib
+import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,9 @@ from typer.testing import CliRunner
 import halfmesh
 from halfmesh import InputError
 from halfmesh.cli import app
+from halfmesh.options import Options
+from halfmesh.parallel.axis import Axis
+from halfmesh.report.mesh_picture import compress, describe_shards, draw
 from tests.report.report_runs import data_of, make_config, make_plan, make_records, page_of, write_run
 
 
@@ -58,6 +63,11 @@ def test_all_sections(tmp_path):
     assert rows(section(page, "summary"))["Optimizer"] == ["AdamW, lr 0.001, betas [0.9, 0.95]"]
     said = re.findall("<li>(.*?)</li>", section(page, "warnings"))
     assert said == ["after 0 updates: capped &lt;at&gt; 32768", "after 15 updates: data"]
+    chart = charts_of(page)["loss_scale"]
+    scale, marks = chart["lines"]
+    assert chart["log"] == 2
+    assert (marks["label"], marks["kind"], marks["x"]) == ("skipped updates", "skips", [3, 4, 57, 200, 201, 202])
+    assert all(mark < min(scale["y"]) for mark in marks["y"])
 
 
 def test_figures_have_their_values_in_a_table_and_gaps_are_gaps(tmp_path):
@@ -82,7 +92,7 @@ def test_memory_against_the_plan_and_changes_where_a_run_was_resumed(tmp_path):
     assert "hysteresis" in section(page, "config"), "all keys"
 
 
-def test_files_that_are_unreadable_or_missing_are_named(tmp_path):
+def test_files_and_lines_that_are_unreadable_or_missing_are_named(tmp_path):
     folder = write_run(tmp_path / "one", precision=None)
     (folder / "plan.json").unlink()
     (folder / "config.json").write_text('{"sessions": [')
@@ -91,14 +101,18 @@ def test_files_that_are_unreadable_or_missing_are_named(tmp_path):
     problems = {"config.json": "JSONDecodeError", "plan.json": "FileNotFoundError"}
     assert run["notes"] == [f"{name} is unreadable ({problem})" for name, problem in problems.items()]
     assert all(note in section(page_of(folder), "notes") for note in run["notes"])
-
-
-def test_skipped_updates_are_marked_below_the_loss_scale(tmp_path):
-    chart = charts_of(page_of(write_run(tmp_path / "one")))["loss_scale"]
-    scale, marks = chart["lines"]
-    assert chart["log"] == 2
-    assert (marks["label"], marks["kind"], marks["x"]) == ("skipped updates", "skips", [3, 4, 57, 200, 201, 202])
-    assert all(mark < min(scale["y"]) for mark in marks["y"])
+    folder = write_run(tmp_path / "two", records=[], precision=None)
+    assert "has no records" in data_of(folder)["notes"][0]
+    (folder / "metrics.jsonl").write_text('{"step": 5, "skipped": [2, 3], "skipped_steps": 3}\n')
+    assert data_of(folder)["notes"][0].startswith("the numbers of 1 of 3 skipped updates are unknown: ")
+    lines = ["[1, 2]", '{"loss": 3}', '{"step": "x"}', '{"step": -1}', "\x00\x00", '{"step": 410, "loss": 0.']
+    lines += ['{"step": 2, "loss": 1.5, "note": "text"}', '{"step": 1, "loss": NaN}', '{"step": 2, "eval_loss": 2}']
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    run = data_of(folder)
+    assert run["notes"] == ["metrics.jsonl: 6 unreadable lines left out"]
+    assert run["notes"][0] in section(page_of(folder), "notes")
+    series = {"loss": {"step": [1, 2], "value": [None, 1.5]}, "eval_loss": {"step": [2], "value": [2]}}
+    assert run["series"] == series
 
 
 def test_several_runs_side_by_side(tmp_path):
@@ -144,50 +158,29 @@ def test_a_huge_run_is_a_small_page(tmp_path):
     assert 987.5 in charts_of(page)["loss"]["lines"][0]["y"], "thinning keeps extremes"
 
 
-def test_lines_that_are_no_records(tmp_path):
-    lines = ["[1, 2]", '{"loss": 3}', '{"step": "x"}', '{"step": -1}', "\x00\x00", '{"step": 410, "loss": 0.']
-    lines += ['{"step": 2, "loss": 1.5, "note": "text"}', '{"step": 1, "loss": NaN}', '{"step": 2, "eval_loss": 2}']
-    folder = write_run(tmp_path / "one", records=[], precision=None)
-    assert "has no records" in data_of(folder)["notes"][0]
-    (folder / "metrics.jsonl").write_text('{"step": 5, "skipped": [2, 3], "skipped_steps": 3}\n')
-    assert data_of(folder)["notes"][0].startswith("the numbers of 1 of 3 skipped updates are unknown: ")
-    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    run = data_of(folder)
-    assert run["notes"] == ["metrics.jsonl: 6 unreadable lines left out"]
-    assert run["notes"][0] in section(page_of(folder), "notes")
-    series = {"loss": {"step": [1, 2], "value": [None, 1.5]}, "eval_loss": {"step": [2], "value": [2]}}
-    assert run["series"] == series
-
-
-def test_the_command(tmp_path, monkeypatch):
+def test_the_command_replaces_nothing_but_reports(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    write_run(tmp_path / "first")
+    run, out = write_run(tmp_path / "first"), tmp_path / "report.html"
     (tmp_path / "empty").mkdir()
-    done = CliRunner().invoke(app, ["report", "first"])
-    assert done.exit_code == 0, done.output
-    assert re.fullmatch(r"report\.html \(\d+ KiB\)\n", done.stdout)
+    for _ in range(2):
+        done = CliRunner().invoke(app, ["report", "first"])
+        assert done.exit_code == 0, done.output
+        assert re.fullmatch(r"report\.html \(\d+ KiB\)\n", done.stdout)
     for arguments, words in (
         (["first", "frist", "--out", "other.html"], "frist is not a folder; give the folder of a RunFolder"),
         (["empty"], "empty holds none of config.json, "),
         (["first", "--out", "q.pdf"], "give a name that ends in .html"),
     ):
         done = CliRunner().invoke(app, ["report", *arguments])
-        assert done.exit_code == 2
-        assert words in done.output
+        assert (done.exit_code, words in done.output) == (2, True), done.output
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "first", "report.html"]
-
-
-def test_only_reports_are_replaced(tmp_path):
-    run, out = write_run(tmp_path / "first"), tmp_path / "report.html"
     with pytest.raises(InputError, match="cannot be written: there is no folder "):
         halfmesh.write_report(run, out=tmp_path / "deep" / "report.html")
-    assert halfmesh.write_report(run, out=out) == out
-    halfmesh.write_report(run, run, out=out)
     out.write_text("mine")
     with pytest.raises(InputError, match="exists and is not a report; give another name"):
         halfmesh.write_report(run, out=out)
     assert out.read_text() == "mine"
-    assert CliRunner().invoke(app, ["report", str(run), "--out", str(out), "--force"]).exit_code == 0
+    assert CliRunner().invoke(app, ["report", "first", "--force"]).exit_code == 0
     assert "halfmesh report" in out.read_text()
 
 
@@ -197,3 +190,45 @@ def test_what_the_page_is_made_of_is_packaged():
     packaged = {path for pattern in patterns for path in (root / "halfmesh").glob(pattern)}
     needed = {path for path in (root / "halfmesh" / "report").rglob("*") if path.suffix not in (".py", ".pyc")}
     assert {path for path in needed if path.is_file()} <= packaged
+
+
+def texts(svg):
+    return [element.text for element in ET.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")]
+
+
+def config_of(**parallel):
+    return halfmesh.Config.model_validate({"parallel": parallel})
+
+
+def test_an_axis_of_others_appears_in_the_picture_by_itself():
+    class WideOptions(Options):
+        size: int = 1
+
+    class Wide(Axis):
+        dim, options = "wp", WideOptions
+
+    halfmesh.AXES.register("wide", Wide)
+    try:
+        config = config_of(pipeline={"size": 2, "microbatches": 2}, tensor=2, wide=3, data="fsdp")
+    finally:
+        halfmesh.AXES.unregister("wide")
+    dims = config.parallel.dims(24)
+    assert describe_shards(config.parallel, dims, 23) == "tensor 2/2, wide 3/3, fsdp 2/2"
+    drawn = texts(draw(dims.sizes, lambda rank: []))
+    assert drawn[0] == "24 ranks: pp 2 x dp 2 x wp 3 x tp 2 (10 are not drawn)"
+    assert {"dp 1, wp 2, tp 1", "rank 23", "..."} <= set(drawn)
+
+
+def test_a_rank_has_its_lines_and_its_node():
+    svg = draw({"pp": 2, "dp": 1, "tp": 2}, lambda rank: [f"blocks.{rank} <&>", "", "1.0 GiB"], node=2)
+    assert texts(svg) == [
+        "4 ranks: pp 2 x dp 1 x tp 2", "tp 0", "tp 1",
+        "pp 0", "rank 0", "node 0", "blocks.0 <&>", "1.0 GiB", "rank 1", "node 0", "blocks.1 <&>", "1.0 GiB",
+        "pp 1", "rank 2", "node 1", "blocks.2 <&>", "1.0 GiB", "rank 3", "node 1", "blocks.3 <&>", "1.0 GiB",
+    ]  # fmt: skip
+    names = ["embed", "blocks.0", "blocks.1", "blocks.2", "blocks.7", "head", "0", "1"]
+    assert compress(names) == ["embed", "blocks.0-2", "blocks.7", "head", "0-1"]
+    hybrid = {"strategy": "fsdp", "hybrid": 2}
+    for data, expected in (("replicate", [""] * 4), (hybrid, ["fsdp 1/2", "fsdp 2/2"] * 2)):
+        parallel = config_of(data=data).parallel
+        assert [describe_shards(parallel, parallel.dims(4), rank) for rank in range(4)] == expected
