@@ -1,7 +1,5 @@
 """The page in a browser: nothing overflows, overlaps or is clipped, narrow and wide; it asks for no other file."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest
