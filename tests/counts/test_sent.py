@@ -150,6 +150,7 @@ ROWS: dict[str, tuple[dict[str, Any], dict[str, tuple[int, int]]]] = {
 }
 
 
+@pytest.mark.promise("DDP, with accumulation and `no_sync`")
 @pytest.mark.promise("FSDP mixed precision", "dtypes from the mode", of="PyTorch", page="sharding.md")
 @pytest.mark.parametrize("name", ROWS)
 def test_what_is_sent_in_an_update(name):

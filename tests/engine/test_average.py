@@ -31,7 +31,7 @@ def whole(engine):
 
 
 def advance(engine, steps, first=0):
-    """All ranks take the samples of one process, each its part. Returns the whole weights after each update."""
+    """Returns the whole weights after each update."""
     context, found = engine.context, []
     for step in range(first, first + steps):
         x, y = (full.roll(step, 0).chunk(context.dp_size)[context.dp_rank] for full in (X, Y))
@@ -78,10 +78,11 @@ LAYOUTS = [
 
 
 def train(rank, world_size, cells, folder):
-    """By cell the average when it was saved. The model computes with it for a while, and both go on bit for bit."""
+    """By cell the average when it was saved. The model computes with it for a while, and both go on bit for bit. And
+    what is said of an average that one rank alone has."""
     found = []
     for number, (parallel, mode, every, buffers) in enumerate(cells):
-        case, config = folder / str(number), {**MODES[mode], "parallel": parallel}
+        case, config = folder / str(number), {**MODES[mode], "parallel": parallel, "profile_ranges": True}
         engine = start(config)
         average = engine.averaged_model(DECAY, every=every, buffers=buffers)
         weights = [whole(engine), *advance(engine, UNTIL)]
@@ -107,31 +108,23 @@ def train(rank, world_size, cells, folder):
         advance(again, STEPS - UNTIL, first=UNTIL)
         assert equal(saved(resumed, case / "resumed.pt"), end), case
         again.close()
-    return found
+    engine = start({"parallel": {"data": "zero1"}})
+    if rank == 0:
+        engine.averaged_model(DECAY)
+    advance(engine, 1)
+    return found, said(engine.save, folder / "alone")
 
 
 @pytest.mark.distributed
 @pytest.mark.sends
 def test_every_layout_averages_its_whole_weights(tmp_path):
-    for number, until in enumerate(run_ranks(train, 2, LAYOUTS, tmp_path)[0]):
+    (found, words), (_, others) = run_ranks(train, 2, LAYOUTS, tmp_path)
+    assert "engine.averaged_model was called on rank 0 only" in words == others
+    for number, until in enumerate(found):
         one = start()  # loads what each layout has saved
         average = one.averaged_model(DECAY, every=LAYOUTS[number][2], buffers=LAYOUTS[number][3])
         one.load(tmp_path / str(number))
         compare(saved(average, tmp_path / "average.pt"), until, str(LAYOUTS[number]))
-
-
-def on_one_rank(rank, world_size, folder):
-    engine = start({"parallel": {"data": "zero1"}})
-    if rank == 0:
-        engine.averaged_model(DECAY)
-    advance(engine, 1)
-    return said(engine.save, folder)
-
-
-@pytest.mark.distributed
-def test_that_of_one_rank_alone_cannot_be_saved(tmp_path):
-    for words in run_ranks(on_one_rank, 2, tmp_path):
-        assert "engine.averaged_model was called on rank 0 only" in words
 
 
 def test_a_skipped_update_leaves_it(tmp_path):

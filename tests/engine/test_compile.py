@@ -37,12 +37,6 @@ def watch():
         yield compiled
 
 
-def weights_of(config, model):
-    engine = make_engine(config, model=model)
-    train(engine)
-    return full_weights(engine)
-
-
 def compiled_names(engine):
     return [name for name, module in engine.model.named_modules() if is_compiled(module)]
 
@@ -52,12 +46,13 @@ def test_each_mode_trains_as_without(watch):
     """But for rounding: torch takes some operations apart, and rounds between their parts. `close` undoes it."""
     mode = "torch_fp16"
     config = MODES[mode] | {"gradient_accumulation": 2, "clip_grad_norm": 0.5}
-    expected = weights_of(config, MLP(dropout=0.3))
+    plain = make_engine(config, model=MLP(dropout=0.3))
+    train(plain)
     assert watch.graphs == 0
     torch.manual_seed(0)
     engine = make_engine(config | COMPILE, model=MLP(dropout=0.3))
     train(engine)
-    torch.testing.assert_close(full_weights(engine), expected, rtol=0, atol=TOLERANCES[mode])
+    torch.testing.assert_close(full_weights(engine), full_weights(plain), rtol=0, atol=TOLERANCES[mode])
     assert (watch.graphs, watch.forwards, watch.backwards, watch.breaks) == (1, 6, 6, [])
     assert watch.dtypes == {torch.float16}
     engine.close()
@@ -85,16 +80,12 @@ def test_blocks_that_are_alike_share_their_code_and_see_hooks_that_come_and_go(w
 
 def test_which_modules_are_blocks():
     """Two or more of one class in a list, with modules of their own; of rows within rows the outermost."""
-    block = Block()
-    model = nn.ModuleDict(
-        {
-            "alike": nn.ModuleList([Block(), Block()]),
-            "plain": nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16)),
-            "alone": nn.ModuleList([nn.Sequential(Block(), Block()), nn.Linear(16, 16)]),
-            "rows": nn.ModuleList([nn.Sequential(Block(), Block()), nn.Sequential(Block(), nn.GELU())]),
-            "twice": nn.ModuleList([block, block]),
-        }
-    )
+    block, model = Block(), nn.Module()
+    model.alike = nn.ModuleList([Block(), Block()])
+    model.plain = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16))
+    model.alone = nn.ModuleList([nn.Sequential(Block(), Block()), nn.Linear(16, 16)])
+    model.rows = nn.ModuleList([nn.Sequential(Block(), Block()), nn.Sequential(Block(), nn.GELU())])
+    model.twice = nn.ModuleList([block, block])
     found = compiled_names(make_engine({"compile": {"backend": "eager", "scope": "blocks"}}, model=model))
     assert found == ["alike.0", "alike.1", "alone.0.0", "alone.0.1", "rows.0.0", "rows.0.1", "twice.0"]
     with pytest.raises(IncompatibleConfigError, match=r"MLP has no repeated blocks .*; use scope='model'"):
@@ -112,31 +103,14 @@ GRAPHS = {"mode": "reduce-overhead"}
         ({"fp16": {"mode": "apex"}}, {}, "compile: O1's casts have no effect in compiled code; use mode='torch'"),
         ({"fp16": {"mode": "apex", "opt_level": "O2", "backend": "apex"}}, {}, "compile: compiled code does not call"),
         ({"parallel": {"tensor": 2}}, {"fullgraph": True}, "compile.fullgraph: sharded layers wait for other ranks"),
-        (
-            TWO_LOSSES,
-            {"mode": "max-autotune"},
-            "compile.mode: 'max-autotune' makes CUDA graphs, and with num_losses > 1",
-        ),
-        (
-            PIPE,
-            {"backend": "cudagraphs"},
-            "compile.backend: 'cudagraphs' makes CUDA graphs, and with parallel.pipeline",
-        ),
+        (TWO_LOSSES, {"mode": "max-autotune"}, "compile.mode: 'max-autotune' makes CUDA graphs, and with num_losses >"),
+        (PIPE, {"backend": "cudagraphs"}, "compile.backend: 'cudagraphs' makes CUDA graphs, and with parallel.pipelin"),
     ],
 )
 def test_rejections(config, value, message):
     findings = check(load_config(config | {"compile": {"enabled": True, **value}}), 2, "cpu")
     [line] = [str(finding) for finding in findings if finding.where.startswith("compile")]
     assert line.startswith(message)
-
-
-@pytest.fixture
-def marks(monkeypatch):
-    """Where torch is told that a step begins."""
-    calls = []
-    monkeypatch.setattr("torch.compiler.cudagraph_mark_step_begin", lambda: calls.append("step"))
-    monkeypatch.setattr("halfmesh.engine.compilation._compiled", lambda call, *_: call)
-    return calls
 
 
 @pytest.mark.parametrize(
@@ -149,9 +123,12 @@ def marks(monkeypatch):
     ],
     ids=str,
 )
-def test_steps_of_compiled_blocks_in_cuda_graphs_are_told_to_torch(options, marked, marks):
+def test_steps_of_compiled_blocks_in_cuda_graphs_are_told_to_torch(options, marked, monkeypatch):
     """One begins with the first forward of an update, and with each evaluation that comes between two updates. No call
     may overwrite gradients."""
+    marks = []
+    monkeypatch.setattr("torch.compiler.cudagraph_mark_step_begin", lambda: marks.append("step"))
+    monkeypatch.setattr("halfmesh.engine.compilation._compiled", lambda call, *_: call)
     engine = make_engine({"compile": options}, model=deep(2))
     x, y = next(iter(make_loader()))
     for number in range(2):

@@ -12,12 +12,12 @@ from torch import nn, optim
 
 import halfmesh
 from halfmesh import convert_to_amp
-from halfmesh.errors import IncompatibleConfigError, InputError
-from tests.support.models import COMPUTE_DTYPES, MLP, MODES, TOLERANCES, adamw, difference, make_data, reference, sgd
+from halfmesh.errors import IncompatibleConfigError
+from tests.support.models import MLP, MODES, TOLERANCES, adamw, difference, make_data, reference, said, sgd
 from tests.support.ranks import here, run_ranks
 
 FULL, HALF = torch.float32, torch.float16
-NOTHING = r"step\(\) was called before backward\(loss\)"
+NOTHING = "step() was called before backward(loss)"
 
 
 def converted(name, make_optimizer=sgd, **given):
@@ -49,11 +49,7 @@ def train(model, optimizer, criterion, data, max_norm=0.0):
 @pytest.mark.parametrize("name", ["torch_fp16", "naive_fp16", "naive_bf16", "apex_o1", "apex_o2"])
 def test_parity_with_a_plain_fp32_loop(name):
     model, optimizer, criterion = converted(name)
-    data, seen = batches(), []
-    handle = model.module.first.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
-    assert criterion(model(data[0][0]), data[0][1]).dtype == FULL
-    assert seen == [COMPUTE_DTYPES[name]]
-    handle.remove()
+    data = batches()
     train(model, optimizer, criterion, data[:5], max_norm=0.7)
     if optimizer.loss_scale > 1:  # an overflow between good steps
         optimizer.backward(criterion(model(data[0][0]), data[0][1]) * math.inf)
@@ -122,29 +118,8 @@ def test_the_wrapper_is_the_model_with_scopes_and_lists():
             assert (x @ x.T).dtype == FULL
 
 
-class Second(nn.Linear):
-    """The second version of a layer; weights of the first were half as large."""
-
-    _version = 2
-
-    def _load_from_state_dict(self, state, prefix, metadata, *args):
-        state[f"{prefix}weight"] = state[f"{prefix}weight"] * (1 if metadata.get("version") == 2 else 2)
-        super()._load_from_state_dict(state, prefix, metadata, *args)
-
-
-def test_a_wrapper_in_another_module_keeps_the_versions_of_its_modules():
-    model, alone = nn.Sequential(Second(3, 3)), nn.Sequential(Second(3, 3))
-    wrapped, *_ = convert_to_amp(model, sgd(model.parameters()), None, "torch", dtype="bfloat16")
-    weight, outer = model[0].weight.detach().clone(), nn.Sequential(wrapped)
-    outer.load_state_dict(outer.state_dict())
-    alone.load_state_dict(wrapped.state_dict())
-    assert torch.equal(model[0].weight, weight)
-    assert torch.equal(alone[0].weight, weight)
-
-
 def told(call, words):
-    with pytest.raises(InputError, match=words):
-        call()
+    assert words in said(call)
 
 
 def test_misuse():
@@ -157,12 +132,12 @@ def test_misuse():
     told(lambda: optimizer.backward(loss), "The update would divide them by the loss scale")
     optimizer.zero_grad()
     optimizer.backward(loss)
-    told(lambda: optimizer.step(lambda: loss), r"optimizer.step\(<function .* it takes no closure")
+    told(lambda: optimizer.step(lambda: loss), "it takes no closure")
     optimizer.load_state_dict(optimizer.state_dict())  # the gradients were of another scale
     told(optimizer.step, NOTHING)
     inner, other = optimizer.optimizer.state_dict(), converted("apex_o1", num_losses=2)[1].state_dict()
     told(lambda: optimizer.load_state_dict(inner), "not the state of an optimizer: pass what opt")
-    told(lambda: optimizer.load_state_dict(other), r"the state has 2 loss scales, this run 1;")
+    told(lambda: optimizer.load_state_dict(other), "the state has 2 loss scales, this run 1;")
     words = "another engine or convert_to_amp uses it"  # a cell of a notebook that is run twice
     told(lambda: convert_to_amp(model, optimizer, None, "naive"), words)
     told(lambda: halfmesh.initialize(model.module, optimizer.optimizer, None, None, {}, device="cpu"), words)

@@ -13,7 +13,6 @@ from torch import nn
 from halfmesh.engine.pipeline_handles import HandleError, LastStageOutput, PipelineLoss, PipelineOutput
 
 X = torch.ones(())
-LINEAR = nn.Linear(3, 2)
 OF_BOTH = {
     "f-string": lambda h: f"{h.sum():.3f}",
     "add": lambda h: h + 1,
@@ -35,13 +34,17 @@ OF_OUTPUTS = {
     "length": len,
     "contains": lambda h: 1 in h,
     "cross_entropy": lambda h: F.cross_entropy(h, torch.zeros(2, dtype=torch.int64)),
-    "module": LINEAR,
+    "module": nn.Linear(3, 2),
     "in place": lambda h: h.__iadd__(1),
 }
 
 
 def loss() -> PipelineLoss:
-    return PipelineLoss(PipelineOutput(None), None)
+    return PipelineLoss(output(), None)
+
+
+def output() -> PipelineOutput:
+    return PipelineOutput(None)
 
 
 @pytest.mark.parametrize(
@@ -49,13 +52,12 @@ def loss() -> PipelineLoss:
     [
         (loss, OF_BOTH | OF_LOSSES, r"the loss is computed by engine\.backward\(loss\)"),
         (
-            lambda: PipelineOutput(None),
+            output,
             OF_BOTH | OF_OUTPUTS | {"logits": lambda h: h.logits, "setitem": lambda h: h.__setitem__(0, 1)},
             r"the output of engine\(\.\.\.\) is computed by .*keep_outputs=True",
         ),
         (LastStageOutput, OF_BOTH | OF_OUTPUTS, r"only the ranks with the last stage have the output.*is_last_stage"),
     ],
-    ids=["loss", "output", "elsewhere"],
 )
 def test_every_use_of_what_is_not_there_says_so(make, uses, message):
     for use in uses.values():
@@ -63,25 +65,18 @@ def test_every_use_of_what_is_not_there_says_so(make, uses, message):
             use(make())
 
 
-@pytest.mark.parametrize(
-    ("make", "value", "uses"),
-    [
-        (loss, torch.tensor(0.75), OF_BOTH | OF_LOSSES),
-        (lambda: PipelineOutput(None), torch.rand(2, 3), OF_BOTH | OF_OUTPUTS),
-    ],
-    ids=["loss", "output"],
-)
-def test_afterwards_it_is_what_it_stands_for(make, value, uses):
-    for name, use in uses.items():
-        handle = make()
-        handle.resolve(value.clone())
-        found, expected = use(handle), use(value.clone())
-        assert type(found) is type(expected), name
-        assert repr(found) == repr(expected), name
+def test_afterwards_it_is_what_it_stands_for():
+    for make, value, uses in ((loss, torch.tensor(0.75), OF_LOSSES), (output, torch.rand(2, 3), OF_OUTPUTS)):
+        for name, use in (OF_BOTH | uses).items():
+            handle = make()
+            handle.resolve(value.clone())
+            found, expected = use(handle), use(value.clone())
+            assert type(found) is type(expected), name
+            assert repr(found) == repr(expected), name
 
 
 def test_an_output_that_was_not_kept():
-    handle = PipelineOutput(None)
+    handle = output()
     assert not hasattr(handle, "logits")
     assert {copy.copy(handle): 1, handle: 2}[handle] == 2
     handle.drop()

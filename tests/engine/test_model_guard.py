@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 import pickle
-import signal
 from contextlib import nullcontext
 
 import pytest
@@ -17,15 +16,12 @@ from halfmesh import InputError
 from halfmesh.engine import initialize as assembly
 from halfmesh.errors import HalfmeshError
 from tests.support.checkpoint_runs import Net
-from tests.support.models import MODES, adamw, full_weights, make_data, make_engine, make_loader, step_on
+from tests.support.models import MODES, adamw, full_weights, make_data, make_engine, step_on
 from tests.support.ranks import run_ranks
 
 X, Y = make_data(8)
 HALVES = (slice(0, 4), slice(4, 8))
 DIRECT = "the model itself was called in training, not the engine"
-
-
-# --- model(x) in place of engine(x) -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", ["none", "torch_bf16", "naive_bf16", "apex_o1"])
@@ -64,8 +60,6 @@ def test_calls_that_are_meant_so_are_not_told(caplog):
     assert DIRECT not in caplog.text
 
 
-# --- zero_grad() of the model or the optimizer ------------------------------------------------------------------------
-
 GONE = "gradients of this update are gone"
 
 
@@ -84,9 +78,6 @@ def test_gradients_that_vanish_within_a_cycle_are_an_error():
     assert engine.global_step == 1
 
 
-# --- state_dict of parts ----------------------------------------------------------------------------------------------
-
-MODEL, OPTIMIZER = "model.state_dict() has only this rank's part", "optimizer.state_dict() has only this rank's part"
 LAYOUTS = {
     "dp": ({}, [0, 0]),
     "tensor": ({"tensor": {"size": 2, "plan": {"first": "colwise_gather"}}}, [1, 1]),
@@ -98,23 +89,24 @@ LAYOUTS = {
 
 
 def asks_for_states(rank, world_size, folder):
-    """How often each layout tells: by the engine's own calls, and by the loop's."""
+    """How often each layout tells: by the engine's own calls, by the loop's, and by a copy."""
     heard, found = [], {}
     logging.getLogger("halfmesh.engine.executor").addFilter(lambda record: heard.append(record.getMessage()) or True)
     for layout, (parallel, _) in LAYOUTS.items():
-        make_engine({"parallel": parallel}).close()
         engine = make_engine({"parallel": parallel})
         step_on(engine, X, Y)
-        state = engine.state_dict()
-        engine.load_state_dict(state)
-        engine.save(f"{folder}/{layout}")
-        engine.load(f"{folder}/{layout}")
-        engine.save_weights(f"{folder}/{layout}.pt", format="torch")
+        engine.load_state_dict(engine.state_dict())
+        engine.save(folder / layout)
+        engine.load(folder / layout)
+        engine.save_weights(folder / f"{layout}.pt", format="torch")
         own = len(heard)
         for _ in range(2):
             engine.model.state_dict()
             engine.optimizer.state_dict()
-        told = [sum(words in text for text in heard) for words in (MODEL, OPTIMIZER)]
+        told = [
+            sum(f"{name}.state_dict() has only this rank's" in text for text in heard)
+            for name in ("model", "optimizer")
+        ]
         if layout != "fsdp":  # which cannot be copied
             copy.deepcopy(engine.model).state_dict()
         engine.full_state_dict(optimizer=True)
@@ -127,79 +119,52 @@ def asks_for_states(rank, world_size, folder):
 @pytest.mark.distributed
 @pytest.mark.sends
 def test_states_that_are_parts_are_told_once(tmp_path):
-    found = run_ranks(asks_for_states, 2, str(tmp_path))[0]
+    found = run_ranks(asks_for_states, 2, tmp_path)[0]
     assert found == {layout: (0, told, 0) for layout, (_, told) in LAYOUTS.items()}
 
 
-@pytest.fixture(autouse=True)
-def _signals_have_pythons_handlers():
-    """An engine that another test left, without closing it, has its own."""
-    for number, handler in ((signal.SIGTERM, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
-        signal.signal(number, handler)
-
-
-def start(model, optimizer, config, device="cpu"):
-    return halfmesh.initialize(model, optimizer, nn.functional.cross_entropy, make_loader(), config, device=device)
-
-
-def hooks_of(*objects):
-    found = (vars(thing) for thing in objects)
-    return [(name, len(value)) for names in found for name, value in names.items() if "hooks" in name and value]
+# --- an initialize that fails -----------------------------------------------------------------------------------------
 
 
 def looks(model, optimizer):
     """What of them is compared."""
     named = [*model.named_parameters(), *model.named_buffers()]
+    own = [*vars(optimizer).items(), *(item for module in model.modules() for item in vars(module).items())]
     return {
         "tensors": [(name, tensor.dtype, tensor.device, tensor.requires_grad, tensor.grad) for name, tensor in named],
         "params": [id(param) for param in model.parameters()],
-        "hooks": hooks_of(*model.modules(), optimizer),
+        "own": [(name, len(value) if "hooks" in name else 0) for name, value in own],
         "groups": [[id(param) for param in group["params"]] for group in optimizer.param_groups],
         "settings": [{name: value for name, value in g.items() if name != "params"} for g in optimizer.param_groups],
         "state": [id(param) for param in optimizer.state],
-        "own": [name in vars(thing) for thing in (model, optimizer) for name in ("step", "forward")],
-        "handlers": [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)],
     }
-
-
-def broken(*_, **__):
-    raise ZeroDivisionError
-
-
-def other(folder):
-    """A checkpoint of another model."""
-    model = nn.Linear(3, 3)
-    with halfmesh.initialize(model, adamw(model.parameters()), config={}, device="cpu") as engine:
-        engine.save(folder)
 
 
 @pytest.mark.parametrize(
     ("mode", "how"),
-    [
-        *((mode, "missing") for mode in ("torch_fp16", "naive_fp16", "apex_o1")),
-        *(("naive_fp16", how) for how in ("other", "LRAdvance", "NonFiniteProbes")),
-    ],
+    [("torch_fp16", "missing"), ("apex_o1", "missing"), ("naive_fp16", "other"), ("naive_fp16", "NonFiniteProbes")],
 )
 def test_model_and_optimizer_come_back(mode, how, tmp_path, monkeypatch):
-    """From a resume without a checkpoint, or with another model's; and from errors at three steps."""
+    """From a resume without a checkpoint, or with another model's; and from an error."""
     model = Net()
     optimizer = adamw(model.parameters())
     keys = MODES[mode] | {"checkpoint": str(tmp_path / "saves"), "activation_checkpoint": {"patterns": ["up"]}}
     resume = {"resume": str(tmp_path / "resumed")} if how in ("missing", "other") else {}
     if how == "other":
-        other(tmp_path / "resumed")
+        with halfmesh.initialize(nn.Linear(3, 3), adamw, config={}, device="cpu") as engine:
+            engine.save(tmp_path / "resumed")
     before, values = looks(model, optimizer), copy.deepcopy(model.state_dict())
     with monkeypatch.context() as patch:
         if not resume:
-            patch.setattr(assembly, how, broken)
+            patch.setattr(assembly, how, lambda *_, **__: 1 / 0)
         with pytest.raises((HalfmeshError, ZeroDivisionError)) as error:
-            start(model, optimizer, keys | resume)
+            make_engine(keys | resume, model=model, optimizer=optimizer)
     assert not getattr(error.value, "__notes__", [])
     assert looks(model, optimizer) == before
     torch.testing.assert_close(model.state_dict(), values, rtol=0, atol=0)
     nn.functional.cross_entropy(model(X), Y).backward()
     optimizer.step()
     optimizer.zero_grad()
-    with start(model, optimizer, keys) as engine:
+    with make_engine(keys, model=model, optimizer=optimizer) as engine:
         engine.backward(engine.criterion(engine(X), Y))
         assert not engine.step().skipped

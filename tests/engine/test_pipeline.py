@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from halfmesh.parallel.pipeline.schedules import forward_order
+from tests.counts.test_sent import CLIPPED, NUMBERS, PIPELINE, TENSORS, sent_in_an_update
 from tests.support.models import CLASSES, FEATURES, make_data, make_loader, said
 from tests.support.pipeline_parts import SCHEDULES, Deep, make, pipe, step
 from tests.support.ranks import here, rank_device, run_ranks
@@ -47,56 +46,20 @@ def test_reading_on_one_rank_does_not_hang():
     assert first["read"][0][2] == model(x).argmax(1).tolist()
 
 
-# -- evaluation ------------------------------------------------------------------------------------------------------
-
-
-def evaluations(rank: int, world_size: int) -> list[Any]:
-    """An output, or what is said of it; and the criterion of it."""
-    engine = make(pipe(eval_outputs="last")).eval()
-    x, y = here(make_data(5))
-    uses = (lambda output: output.argmax(1), lambda output: engine.criterion(output, y))
-    return [use(engine(x)).detach() if engine.context.is_last_stage else said(use, engine(x)) for use in uses]
-
-
-def test_evaluation_gives_the_last_stage_its_outputs_at_once():
-    first, second = run_ranks(evaluations, 2)
-    model, (x, y) = Deep(), make_data(5)
-    expected = [model(x).argmax(1), nn.functional.cross_entropy(model(x), y).detach()]
-    torch.testing.assert_close(second, expected)
-    assert all("only the ranks with the last stage have the output" in message for message in first)
-
-
-LOOPED, IN_A_V = [0, 1, 0, 1, 0, 1], [0, 1, 2, 2, 1, 0]
-
-
-@pytest.mark.parametrize(
-    ("ranks", "count", "ticks"),
-    [([0, 1, 2, 3], 5, 5 + 3), ([0, 1, 2, 3], 1, 4), (LOOPED, 4, 3 * 4 + 1), (IN_A_V, 6, 2 * 6 + 4), ([0, 1], 7, 8)],
-)
-def test_the_order_of_forwards_keeps_all_ranks_busy(ranks, count, ticks):
-    order, done = list(forward_order(ranks, count)), [0] * len(ranks)
-    assert len(order) == ticks, "each rank computes without a pause once it has begun, or nearly so"
-    for tick in order:
-        assert len({ranks[stage] for stage, _ in tick}) == len(tick), "a rank computes one at a time"
-        assert all(done[stage] < (done[stage - 1] if stage else count) for stage, _ in tick), "it has its input"
-        for stage, number in tick:
-            assert number == done[stage]
-            done[stage] += 1
-    assert done == [count] * len(ranks)
-
-
 ROWS = 7, 1
 
 
-def evaluated(rank: int, world_size: int) -> tuple[list[Any], list[str]]:
-    """The outputs under every schedule; and the forwards and messages of one evaluation for the last stage alone."""
+def evaluated(rank: int, world_size: int) -> tuple[list[Any], list[Any], list[str]]:
+    """The outputs under every schedule; for the last stage alone an output, or what is said of it, and the criterion of
+    it; and the forwards and messages of one such evaluation."""
     found, events = [], list[str]()
     for schedule, options in SCHEDULES.items():
         engine = make(pipe(microbatches=4, schedule=schedule, eval_outputs="all", **options)).eval()
         found.append([engine(here(make_data(rows)[0])) for rows in ROWS])
         engine.close()
-    engine, x = make(pipe(microbatches=4)).eval(), here(make_data(7)[0])
-    engine(x)  # compares what ranks were given, and tries microbatches
+    engine, (x, y) = make(pipe(microbatches=4)).eval(), here(make_data(7))
+    uses = (lambda output: output.argmax(1), lambda output: engine.criterion(output, y))
+    last = [use(engine(x)).detach() if engine.context.is_last_stage else said(use, engine(x)) for use in uses]
     stage = next(iter(engine._executor.stages))
     with pytest.MonkeyPatch.context() as patch:
 
@@ -111,35 +74,33 @@ def evaluated(rank: int, world_size: int) -> tuple[list[Any], list[str]]:
             note(dist, name, lambda *_, name=name: name)
         engine(x)
     engine.close()
-    return found, events
+    return found, last, events
 
 
 @pytest.mark.promise("arguments without a batch dimension, outputs on request")
 def test_evaluation_gives_the_outputs_of_one_process_and_sends_on_each_microbatch():
     """So that the next stage computes it while this one computes the following one. One number tells if all modules of
     all ranks are in evaluation mode."""
-    (found, first), (others, second) = run_ranks(evaluated, 2)
+    (found, said_of_it, first), (others, last, second) = run_ranks(evaluated, 2)
     with torch.no_grad():
         expected = [Deep()(make_data(rows)[0]) for rows in ROWS]
     torch.testing.assert_close([found, others], [[expected] * len(SCHEDULES)] * 2)
+    loss = nn.functional.cross_entropy(expected[0], make_data(7)[1])
+    torch.testing.assert_close(last, [expected[0].argmax(1), loss])
+    assert all("only the ranks with the last stage have the output" in message for message in said_of_it)
     assert first == ["all_reduce", *(event for n in (2, 2, 2, 1) for event in (f"{n} rows", f"isend {n}"))]
     assert second == ["all_reduce", *(event for n in (2, 2, 2, 1) for event in (f"irecv {n}", f"{n} rows"))]
 
 
-class Mixes(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x if self.training else x - x.mean(0)
+class Apply(nn.Module):
+    """Computes its output from the input, and whether it trains."""
 
-
-class Doubles(nn.Module):
-    """Returns something beside its output."""
-
-    def __init__(self, beside: Callable[[torch.Tensor], Any]) -> None:
+    def __init__(self, how: Callable[[torch.Tensor, bool], Any]) -> None:
         super().__init__()
-        self.beside = beside
+        self.how = how
 
     def forward(self, x: torch.Tensor) -> Any:
-        return x, self.beside(x)
+        return self.how(x, self.training)
 
 
 class Counts(nn.Module):
@@ -164,21 +125,23 @@ def layers(*more: nn.Module, bias: bool = True) -> nn.Module:
     return nn.Sequential(*first, *middle, nn.Linear(16, CLASSES, bias=bias), last)
 
 
+def mixes(x: torch.Tensor, training: bool) -> torch.Tensor:
+    return x if training else x - x.mean(0)
+
+
 NOTHING = nn.Identity()
 WHOLE: dict[str, Callable[[], nn.Module]] = {
-    "mixed rows": lambda: layers(Mixes(), NOTHING),
-    "mixed rows, after outputs of zero": lambda: layers(Mixes(), NOTHING, bias=False),
-    "a mean": lambda: layers(Doubles(lambda x: x.mean())),
-    "a table": lambda: layers(Doubles(lambda x: x.T @ x)),
-    "rows second": lambda: layers(Doubles(lambda x: x.T)),
-    "the number of rows": lambda: layers(Doubles(len)),
+    "mixed rows": lambda: layers(Apply(mixes), NOTHING),
+    "mixed rows, after outputs of zero": lambda: layers(Apply(mixes), NOTHING, bias=False),
+    "a mean": lambda: layers(Apply(lambda x, _: (x, x.mean()))),
+    "rows second": lambda: layers(Apply(lambda x, _: (x, x.T))),
+    "the number of rows": lambda: layers(Apply(lambda x, _: (x, len(x)))),
     "BatchNorm in training mode": lambda: layers(nn.BatchNorm1d(CLASSES)),
     "a counter in the last stage": lambda: layers(Counts(0)),
     "a buffer": lambda: layers(Counts(torch.zeros(())), NOTHING),
 }
 """Models whose microbatches do not give the output of a batch."""
 SPLIT: dict[str, Callable[[], nn.Module]] = {
-    "plain": layers,
     "plain, after outputs of zero": lambda: layers(bias=False),
     "BatchNorm": lambda: layers(nn.BatchNorm1d(16), NOTHING),
 }
@@ -232,57 +195,18 @@ def test_data_ranks_whose_batches_have_other_rows():
 
 
 class Recorded(nn.Dropout):
-    """Keeps its masks."""
+    """Keeps its masks, and draws from the generators of python and numpy, too."""
 
     def __init__(self) -> None:
         super().__init__(0.5)
-        self.masks: list[torch.Tensor] = []
+        self.seen: list[Any] = []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         output = super().forward(x)
-        if type(x) is torch.Tensor:  # not a tensor without memory
-            self.masks.append((output != 0).detach())
-        return output
-
-
-def masks(rank: int, world_size: int) -> dict[str, Any]:
-    """Of this rank's dropout in two updates: 2 stages x 2 ranks, each with dropout of the same shape; one rank draws
-    numbers of its own between."""
-    torch.manual_seed(rank)
-    model = nn.Sequential(nn.Linear(FEATURES, 16), Recorded(), nn.Linear(16, 16), Recorded(), nn.Linear(16, CLASSES))
-    engine = make(pipe(partition=("2",)) | {"seed": 3}, model)
-    torch.manual_seed(7)
-    for _ in range(2):
-        if rank == 1:
-            torch.rand(5, device=rank_device())
-        step(engine, *make_data(8))
-    found = (model[1] if engine.context.pp_rank == 0 else model[3]).masks
-    outside = torch.rand(3, device=rank_device())
-    torch.manual_seed(7)
-    return {"masks": found, "as from the start": torch.equal(outside, torch.rand(3, device=rank_device()))}
-
-
-def test_every_microbatch_stage_and_data_rank_drops_otherwise():
-    results = run_ranks(masks, 4)
-    flat = [mask.flatten().tolist() for result in results for mask in result["masks"]]
-    assert len(flat) == 4 * 2 * 2
-    assert all(first != second for i, first in enumerate(flat) for second in flat[:i])
-    # What the user draws does not depend on the model.
-    assert [result["as from the start"] for result in results] == [True, False, True, True]
-
-
-class Jumps(nn.Module):
-    """Draws of every kind."""
-
-    def __init__(self, factor: float) -> None:
-        super().__init__()
-        self.factor = factor
-        self.seen: list[tuple[float, float]] = []
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
         drawn = random.random(), float(np.random.rand())
-        self.seen.append(drawn)
-        return x + self.factor * (sum(drawn) + torch.rand_like(x))
+        if type(x) is torch.Tensor:  # not a tensor without memory
+            self.seen.append(((output != 0).flatten().tolist(), drawn))
+        return output
 
 
 def noisy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -291,32 +215,31 @@ def noisy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def draws(rank: int, world_size: int) -> dict[str, Any]:
-    model = Deep(Jumps(0.1))
-    engine = make(pipe() | {"seed": 7}, model, criterion=noisy)
-    x, y = here(make_data(8))
-    engine.model.eval()
-    model[3].train()  # as Monte Carlo dropout
-    with torch.no_grad():
-        engine(x)
-    engine.train()
-    model[3].seen.clear()
-    for _ in range(3):
-        step(engine, x, y)
-    saved = engine.state_dict()["random"]["host"]
-    outside = torch.rand(2, device=rank_device()).tolist(), random.random(), float(np.random.rand())
-    return {"outside": outside, "seen": list(model[3].seen), "saved": saved is not None}
+    """Of this rank's dropout in two updates: 2 stages x 2 ranks, each with dropout of the same shape; one rank draws
+    numbers of its own between."""
+    torch.manual_seed(rank)
+    layers = [nn.Linear(FEATURES, 16), Recorded(), nn.Linear(16, 16), Recorded(), nn.Linear(16, CLASSES)]
+    engine = make(pipe(partition=("2",)) | {"seed": 3}, nn.Sequential(*layers), criterion=noisy)
+    torch.manual_seed(7)
+    for _ in range(2):
+        if rank == 1:
+            torch.rand(5, device=rank_device())
+        step(engine, *make_data(8))
+    outside, of_host = torch.rand(3, device=rank_device()), (random.random(), float(np.random.rand()))
+    torch.manual_seed(7)
+    as_from_the_start = torch.equal(outside, torch.rand(3, device=rank_device()))
+    return {"seen": layers[1 if engine.context.pp_rank == 0 else 3].seen, "outside": (as_from_the_start, of_host)}
 
 
-def test_what_a_stage_or_the_criterion_draws_does_not_part_the_ranks():
-    first, second = run_ranks(draws, 2)
-    assert first["outside"] == second["outside"]
-    assert first["saved"]
-    assert second["saved"]
-    [seen] = [result["seen"] for result in (first, second) if len(set(result["seen"])) > 1]
-    assert len(set(seen)) == len(seen) == 3 * 2  # each microbatch draws anew
-
-
-# -- ragged batches
+def test_every_microbatch_stage_and_data_rank_draws_otherwise_and_what_users_draw_stays():
+    results = run_ranks(draws, 4)
+    masks = [mask for result in results for mask, _ in result["seen"]]
+    assert len(masks) == 4 * 2 * 2
+    assert all(first != second for i, first in enumerate(masks) for second in masks[:i])
+    for result in results:
+        assert len({drawn for _, drawn in result["seen"]}) == 4, "each microbatch draws anew"
+    assert [result["outside"][0] for result in results] == [True, False, True, True]
+    assert len({result["outside"][1] for result in results}) == 1
 
 
 def tails(rank: int, world_size: int, config: Any) -> dict[str, Any]:
@@ -385,113 +308,31 @@ def test_a_batch_that_the_microbatches_do_not_divide():
         assert "2 samples or more in each, which BatchNorm needs" in found["1f1b with BatchNorm"][5][0]
 
 
-def joins_later(start: Any) -> Any:
-    """The middle layer is trained from the third update on, in a group of its own."""
-    model, batch = Deep(), make_data(8)
+def joins_later(rank: int, world_size: int, config: Any) -> list[Any]:
+    """The middle layer is trained from the third update on, in a group of its own. Losses, weights, and the optimizer's
+    state and groups by names of parameters."""
+    model, batch, losses = Deep(), make_data(8), []
     optimizer = torch.optim.AdamW([*model[0].parameters(), *model[-1].parameters()], lr=0.01)
-    engine = start(model, optimizer=optimizer)
+    engine = make(config, model, optimizer=optimizer)
     for number in range(4):
         if number == 2:
             optimizer.add_param_group({"params": list(model[2].parameters()), "lr": 0.1})
-        yield step(engine, *batch)[1].item()
-    yield engine
-
-
-def run_loop(rank: int, world_size: int, loop: Any, config: Any) -> list[Any]:
-    """Losses, weights, and the optimizer's state and groups by names of parameters."""
-    *losses, engine = loop(partial(make, config))
+        losses.append(step(engine, *batch)[1].item())
     full = engine.full_state_dict(optimizer=True, rank0_only=False)
-    optimizer = full["optimizer"]
-    return [losses, full["model"], optimizer["state"], [group["params"] for group in optimizer["param_groups"]]]
+    groups = [group["params"] for group in full["optimizer"]["param_groups"]]
+    return [losses, full["model"], full["optimizer"]["state"], groups]
 
 
-def test_what_changes_on_the_way_changes_as_in_one_process():
-    *expected, groups = run_loop(0, 1, joins_later, {})
-    for *found, ours in run_ranks(run_loop, 2, joins_later, pipe(partition="auto")):
+def test_a_layer_that_is_trained_later_trains_as_in_one_process():
+    *expected, groups = joins_later(0, 1, {})
+    for *found, ours in run_ranks(joins_later, 2, pipe(partition="auto")):
         assert ours == groups
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
 
 
-class Residual(nn.Module):
-    """Its sum is in fp32 under autocast. `rounds`: at the end, as a stage that sends it in bf16."""
-
-    def __init__(self, rounds: bool) -> None:
-        super().__init__()
-        self.layer, self.rounds = nn.Linear(FEATURES, FEATURES), rounds
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.layer(x).tanh()
-        return x.bfloat16().float() if self.rounds else x
-
-
-def residuals(cuts: Sequence[str] = ()) -> nn.Module:
-    """Three of them, of which those before a cut round."""
-    torch.manual_seed(0)
-    return nn.Sequential(*(Residual(str(after) in cuts) for after in (1, 2, 3)), nn.Linear(FEATURES, CLASSES))
-
-
-def trained_residuals(rank: int, world_size: int, config: Any, cuts: Sequence[str] = ()) -> tuple[Any, Any]:
-    """The weights after four updates of two microbatches, and the output of an evaluation."""
-    x, y = make_data(8)
-    engine = make(config, residuals(cuts))
-    batches = [(x[:4], y[:4]), (x[4:], y[4:])] if engine.config.gradient_accumulation == 2 else [(x, y)]
-    for batch in batches * 4:
-        step(engine, *batch)
-    weights = engine.full_state_dict(rank0_only=False)
-    engine.eval()
-    with torch.no_grad():
-        output = engine(here(x))
-    return weights, output.cpu() if engine.context.is_last_stage else None
-
-
-AUTOCAST = {"bf16": {"mode": "torch"}}
-
-
-@pytest.mark.not_simulated("one process, on the CPU, whose autocast casts other operations")
-def test_activations_sent_in_autocasts_dtype_are_rounded_once_at_each_cut():
-    """As in one process that rounds there, and the gradients with it; by default nothing is rounded."""
-    cuts, weights = ("1", "2", "3"), []
-    for send_dtype, rounded in (("same", ()), ("compute", cuts)):
-        expected = trained_residuals(0, 1, AUTOCAST | {"gradient_accumulation": 2}, rounded)
-        weights.append(expected[0])
-        config = pipe(send_dtype=send_dtype, schedule="interleaved", chunks=2, partition=cuts) | AUTOCAST
-        for found in run_ranks(trained_residuals, 2, config):
-            there = expected if found[1] is not None else (expected[0], None)
-            torch.testing.assert_close(found, there, rtol=1e-6, atol=1e-7, check_device=False)
-    same, compute = weights
-    assert any((same[name] - compute[name]).abs().max() > 1e-5 for name in same)
-
-
-CALLS = ("all_reduce", "broadcast", "all_gather", "all_gather_object", "broadcast_object_list")
-
-
-def traffic(rank: int, world_size: int) -> tuple[list[int], list[list[tuple[str, int]]]]:
-    """Bytes of the gradients; and the collectives of each batch of an update of two."""
-    config = pipe(microbatches=4) | {"clip_grad_norm": 1.0, "gradient_accumulation": 2}
-    config["parallel"]["data"] = {"bucket_mb": 1e-4}  # a bucket for each parameter
-    engine = make(config)
-    batch, found = make_data(8), []
-    step(engine, *batch), step(engine, *batch)
-    with pytest.MonkeyPatch.context() as patch:
-        for call in CALLS:
-            inner = getattr(dist, call)
-
-            def record(tensor: Any, *args: Any, call: Any = call, inner: Any = inner, **options: Any) -> Any:
-                found[-1].append((call, tensor.numel() * tensor.element_size()))
-                return inner(tensor, *args, **options)
-
-            patch.setattr(dist, call, record)
-        for _ in range(2):
-            found.append([])
-            step(engine, *batch)[1].item()
-    return [4 * p.numel() for p in engine.model.parameters()], found
-
-
-def test_gradients_are_reduced_in_the_last_backward_once_per_update():
-    """Each with zeros up to 32 bytes, and a flag whether it is there. The last bucket waits for the end of backward."""
-    for grads, (first, second) in run_ranks(traffic, 4):
-        assert first == [("broadcast", 16)]
-        *reduced, loss, last, verdict = second
-        assert {call for call, _ in (*reduced, last)} == {"all_reduce"}
-        assert sorted(size for _, size in (*reduced, last)) == sorted(-(-grad // 32) * 32 + 4 for grad in grads)
-        assert (loss, verdict) == (("broadcast", 16), ("all_reduce", 8))
+def test_gradients_are_reduced_once_per_update():
+    """Each of a stage's, and a flag whether it is there, in an update of two batches."""
+    parallel = {**PIPELINE, "data": {"size": 2}}
+    reduced = {"all_reduce float32": (1, (NUMBERS + TENSORS) // 2)}
+    for sent in run_ranks(sent_in_an_update, 4, CLIPPED | {"parallel": parallel}):
+        assert {kind: sent[kind] for kind in reduced} == reduced

@@ -29,11 +29,6 @@ def round_ties_away(self, shards):
             shard.param.copy_(value)
 
 
-@pytest.fixture
-def same_ties(monkeypatch):
-    monkeypatch.setattr(MasterWeights, "publish", round_ties_away)
-
-
 def same(found, other):
     return found.keys() == other.keys() and all(torch.equal(found[name], other[name]) for name in found)
 
@@ -44,12 +39,11 @@ class Whole(torch.optim.AdamW):
 
 OPTIMIZERS = {"sgd": sgd, "adamw": adamw, "whole": lambda params: Whole(params, lr=0.01)}
 
-# -- one process -------------------------------------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize(("name", "bucket"), [("sgd", None), ("whole", None), ("adamw", 300)])
-def test_it_trains_as_fp32_masters_do(name, bucket, same_ties, monkeypatch):
+def test_it_trains_as_fp32_masters_do(name, bucket, monkeypatch):
     """Also a layer that is unfrozen later; and an average is that of the masters."""
+    monkeypatch.setattr(MasterWeights, "publish", round_ties_away)
     if bucket:
         monkeypatch.setattr("halfmesh.amp.stepper.bucket_bytes", lambda *_: bucket)
     found = []
@@ -74,10 +68,6 @@ def test_it_trains_as_fp32_masters_do(name, bucket, same_ties, monkeypatch):
     assert not torch.equal(found[0][0]["last.weight"], MLP().last.weight)
 
 
-def memory(*tensors):
-    return sum({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
-
-
 def test_bytes_between_updates():
     engine = make_engine(SPLIT, optimizer=adamw)
     numel = sum(param.numel() for param in engine.model.parameters())
@@ -86,13 +76,11 @@ def test_bytes_between_updates():
     engine._update.stepper.used = []
     state = [x for values in engine.optimizer.state.values() for x in values.values() if x.dim()]
     held = [param.data for group in engine.optimizer.param_groups for param in group["params"]]
-    kept = memory(*engine.model.parameters(), *state, *held, *engine._update.master_weights.kept)
-    assert kept == 12 * numel + 4, "of the stand-ins"
+    kept = [*engine.model.parameters(), *state, *held, *engine._update.master_weights.kept]
+    storages = {storage.data_ptr(): storage.nbytes() for storage in (tensor.untyped_storage() for tensor in kept)}
+    assert sum(storages.values()) == 12 * numel + 4, "of the stand-ins"
     assert state_bytes(engine.model, engine._update).masters == (2 + 4) * numel  # a small model is one bucket
     assert "fp32 masters, of which 16 bits are in the parameters" in str(engine.plan)
-
-
-# -- others read and write ---------------------------------------------------------------------------------------------
 
 
 def test_what_the_loop_writes_into_the_model_is_trained_on():
@@ -125,8 +113,6 @@ def test_masters_between_updates_are_no_numbers():
     assert {param.dtype for param in engine.model.parameters()} == {torch.float32}
 
 
-# -- layouts -----------------------------------------------------------------------------------------------------------
-
 CELLS = {
     "zero1": ({"data": "zero1"}, adamw),
     "fsdp": ({"data": "fsdp"}, adamw),
@@ -136,27 +122,24 @@ CELLS = {
 
 def in_layout(rank, world_size, layout, folder):
     """By masters: norms, whole weights, and those of another engine that has loaded the checkpoint of the other."""
-    MasterWeights.publish, kept = round_ties_away, MasterWeights.publish
-    found = {}
-    try:
-        for masters, config in NAIVE.items():
-            parallel, optimizer = CELLS[layout]
-            config = {**config, "parallel": parallel, "clip_grad_norm": 1.0, "debug": "sync"}
-            engine = make_engine(config, optimizer=optimizer)
-            x, y = (full.chunk(engine.context.dp_size)[engine.context.dp_rank] for full in (X, Y))
-            update = partial(step_on, engine, *here((x, y)))
+    found, (parallel, optimizer) = {}, CELLS[layout]
+    for masters, config in NAIVE.items():
+        config = {**config, "parallel": parallel, "clip_grad_norm": 1.0, "debug": "sync"}
+        engine = make_engine(config, optimizer=optimizer)
+        x, y = (full.chunk(engine.context.dp_size)[engine.context.dp_rank] for full in (X, Y))
+        update = partial(step_on, engine, *here((x, y)))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(MasterWeights, "publish", round_ties_away)
             norms = [update().grad_norm for _ in range(2)]
             engine.save(folder / masters)
             norms += [update().grad_norm for _ in range(2)]
             found[masters] = norms, engine.full_state_dict()
-            if layout == "fsdp":  # its shards are the masters, which nothing splits
-                assert engine.plan.values["bytes"]["masters"] == 0
-                assert ("not split: they are fsdp's shards" in engine.plan.rows["precision"]) == (masters == "split")
             engine.load(folder / "float32")
             found[f"{masters}, resumed"] = [update().grad_norm for _ in range(2)], engine.full_state_dict()
-            engine.close()
-    finally:
-        MasterWeights.publish = kept
+        if layout == "fsdp":  # its shards are the masters, which nothing splits
+            assert engine.plan.values["bytes"]["masters"] == 0
+            assert ("not split: they are fsdp's shards" in engine.plan.rows["precision"]) == (masters == "split")
+        engine.close()
     return found
 
 
