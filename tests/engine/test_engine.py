@@ -148,14 +148,14 @@ def test_a_close_after_an_error_frees_the_groups():
 
 
 def test_a_step_has_ranges_in_order_and_all_of_an_update_is_in_its_range():
-    engine = make_engine({"profile_ranges": True, "clip_grad_norm": 1.0, **FP16_NAIVE})
+    engine = make_engine({"profile_ranges": True, "clip_grad_norm": 1.0, "fp16": {"mode": "naive", "loss_scale": 8.0}})
     train(engine, max_batches=2)  # in the first ones hooks look for writes
     x, y = next(iter(engine.dataloader))
     with profile(activities=[ProfilerActivity.CPU]) as before:
         engine.backward(engine.criterion(engine(x), y))
     with profile(activities=[ProfilerActivity.CPU]) as update:
         engine.step()
-    events = sorted([*before.events(), *update.events()], key=lambda event: event.time_range.start)
+    events = [e for each in (before, update) for e in sorted(each.events(), key=lambda e: e.time_range.start)]
     names = ["forward", "criterion", "backward", "update", "grad_norm", "optimizer", "publish"]
     assert [event.name for event in events if "halfmesh." in event.name] == [f"halfmesh.{name}" for name in names]
     assert {event.name for event in update.events() if event.cpu_parent is None} == {"halfmesh.update"}

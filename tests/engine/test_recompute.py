@@ -21,8 +21,6 @@ from tests.support.saved_memory import bytes_left
 WIDTH = 16
 FULL, SELECTIVE = {"activation_checkpoint": "full"}, {"activation_checkpoint": "selective"}
 OFFLOAD = {"activation_offload": True}
-
-
 NORMS = {
     "batch": lambda: nn.BatchNorm1d(WIDTH),
     "spectral": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)),  # each call changes buffers
