@@ -146,12 +146,10 @@ def of_rows(rank: int, world_size: int) -> dict[str, Any]:
     engine = make(pipe(microbatches=4, schedule="gpipe"), deep(MIXED["attention"]()))
     step(engine, x[:1], y[:1])
     found["later"] = said(step, engine, x, y)
-    engine = make(
-        pipe(microbatches=4), deep(nn.Dropout(), Does(lambda x, _: x + torch.randn_like(x)), nn.BatchNorm1d(16))
-    )
+    engine = make(pipe(microbatches=4), deep(*(layer() for layer in OWN)))
     step(engine, x, y)
     assert all(module.training for module in engine.model.modules())
-    return found | engine.model.state_dict()
+    return found | dict(engine.model.state_dict())
 
 
 def test_mixed_rows_are_rejected_and_rows_by_themselves_are_trained():

@@ -287,10 +287,11 @@ def test_an_engine_is_freed_at_once(config, closes):
             engine = halfmesh.initialize(model, gan_sgd, bce, None, config, device="cpu")
             engine.backward(engine.criterion(engine(NOISE), torch.ones(8, 6)))
             engine.step()
-            held = [weakref.ref(each) for each in (engine, engine.context, engine.optimizer)]
+            kept = engine, engine._executor, *[engine.context, engine.optimizer] * closes
+            held = [weakref.ref(each) for each in kept]
             if closes:
                 engine.close()
-            del engine, model
-        assert [ref() for ref in held] == [None] * 3
+            del engine, model, kept
+        assert {ref() for ref in held} == {None}
     finally:
         gc.enable()
