@@ -97,6 +97,8 @@ def without_override(func: FunctionType, **replaced: Any) -> FunctionType:
 
 # A scope in which subclasses of Tensor do not see torch's functions.
 without_subclasses: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass
+# A scope in which neither they nor modes of torch's functions see them.
+without_functions: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunction
 
 
 @contextmanager
@@ -106,7 +108,7 @@ def without_observers() -> Iterator[None]:
     traced = torch._C._get_tracing_state()
     torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
     try:
-        with torch._C.DisableTorchFunction(), torch._C._DisableFuncTorch(), _disable_current_modes():
+        with without_functions(), torch._C._DisableFuncTorch(), _disable_current_modes():
             yield
     finally:
         torch._C._set_tracing_state(traced)  # type: ignore[attr-defined]

@@ -19,6 +19,7 @@ from ..nn.loss import CHUNK
 from ..parallel.shard_spec import Placement, whole
 from ..utils.optimizer_state import parts_of
 from ..utils.tensors import count_rows, map_named, parameter_names, position_names
+from ..utils.torch_private import without_functions
 
 
 class Key(NamedTuple):
@@ -158,7 +159,8 @@ class Recorder(Probes):
         if self.attached and tensor.is_floating_point() and tensor.layout is torch.strided:
             key = Key(self.update, self.call, what, visit.name, visit.nth or 0, slot)
             tensor = getattr(tensor, "to_local", lambda: tensor)()
-            self.sink.tensor(key, tensor.detach(), visit.microbatch)
+            with without_functions():  # modes that are open here are for the model, and make each function slow
+                self.sink.tensor(key, tensor.detach(), visit.microbatch)
 
 
 class EngineRecorder(Recorder):

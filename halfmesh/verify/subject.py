@@ -239,6 +239,8 @@ class Undropped(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Called for each function of torch."""
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        if name == "__get__":  # an attribute, most of all calls
+            return func(*args, **kwargs)
         if "dropout" in name and args:
             return args[0]
         if name == "scaled_dot_product_attention":
