@@ -1,9 +1,8 @@
 """The throughput hook's operations: those of one process in every layout."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
+import gpt
 import pytest
 import torch
 from torch import nn
@@ -12,9 +11,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import halfmesh
 from halfmesh.hooks import ThroughputHook
 from halfmesh.trainer.throughput import PEAK_FLOPS, peak_flops
-from tests.support.checkpoint_runs import make_engine
-from tests.support.models import CLASSES, FEATURES, make_data
-from tests.support.ranks import here, rank_device, run_ranks
+from tests.support.checkpoint_runs import make_engine as engine_in_layout
+from tests.support.models import CLASSES, FEATURES, make_data, make_engine
+from tests.support.ranks import here, run_ranks
 
 WIDTH, LENGTH, DEPTH = 16, 8, 2
 NET = 2 * (FEATURES * 16 * 2 + 3 * (16 * 32 * 2 + 16 * 16) + 2 * 16 * 16 + 3 * 16 * CLASSES)
@@ -29,65 +28,43 @@ AGAIN = 2 * DEPTH * 8 * WIDTH * WIDTH * LENGTH + DEPTH * 2 * SCORES
 output backward does not need."""
 
 
-def make_gpt():
-    from gpt import GPT
-
-    return GPT(LENGTH, WIDTH, DEPTH, 2)
-
-
-def engine_of(model, criterion=nn.functional.cross_entropy, **config):
-    params = [param for param in model.parameters() if param.requires_grad]
-    return halfmesh.initialize(model, torch.optim.SGD(params, lr=0.1), criterion, config=config, device=rank_device())
-
-
 def counted(engine, inputs, target):
     """FLOPs of a sample that the hook finds. Attention is made of products: fused on a CPU it has no formula."""
     hook = ThroughputHook()
-    with sdpa_kernel(SDPBackend.MATH):
+    with engine, sdpa_kernel(SDPBackend.MATH):
         halfmesh.Trainer(engine).fit([here((inputs, target))] * 2, max_steps=2, hooks=[hook])
     return hook.flops
 
 
-def text(samples):
+def counted_gpt(samples, **config):
+    def token_loss(output, target):
+        return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
     ids = torch.randint(0, 256, (samples, LENGTH + 1), generator=torch.Generator().manual_seed(0))
-    return ids[:, :-1], ids[:, 1:]
+    engine = make_engine(config, model=gpt.GPT(LENGTH, WIDTH, DEPTH, 2), criterion=token_loss)
+    return counted(engine, ids[:, :-1], ids[:, 1:])
 
 
-def token_loss(output, target):
-    return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
-
-
-def test_layers():
-    """A frozen first layer needs no gradient of its weights."""
+def test_in_one_process():
+    """A frozen first layer needs no gradient of its weights; what is computed again counts."""
     model = nn.Sequential(nn.Linear(FEATURES, 5).requires_grad_(False), nn.Linear(5, CLASSES))
-    assert counted(engine_of(model), *make_data(6)) == 2 * FEATURES * 5 + 2 * 2 * 5 * CLASSES
-
-
-@pytest.mark.parametrize(
-    ("config", "expected"), [({}, GPT), ({"bf16": {"mode": "naive"}, "activation_checkpoint": True}, GPT + AGAIN)]
-)
-def test_a_transformer(config, expected):
-    """What is computed again counts."""
-    assert counted(engine_of(make_gpt(), token_loss, **config), *text(3)) == expected
+    assert counted(make_engine(model=model), *make_data(6)) == 2 * FEATURES * 5 + 2 * 2 * 5 * CLASSES
+    assert counted_gpt(3) == GPT
+    assert counted_gpt(3, bf16={"mode": "naive"}, activation_checkpoint=True) == GPT + AGAIN
 
 
 def measured(rank, world_size, cells):
     """FLOPs of a sample: of each cell, of a GPT in a pipeline, and of layers of which one is sharded."""
     found = []
     for layout, mode in cells:
-        engine, hook = make_engine(layout, mode, dropout=0.1), ThroughputHook()
+        engine, hook = engine_in_layout(layout, mode, dropout=0.1), ThroughputHook()
         halfmesh.Trainer(engine).fit(max_steps=2, hooks=[hook])
         found.append(hook.flops)
         engine.close()
-    engine = engine_of(make_gpt(), token_loss, parallel={"pipeline": {"size": world_size, "microbatches": 2}})
-    found.append(counted(engine, *text(4)))
-    engine.close()
-    plan = {"0": "colwise_gather"}
+    found.append(counted_gpt(4, parallel={"pipeline": {"size": 2, "microbatches": 2}}))
     model = nn.Sequential(nn.Linear(FEATURES, 6), nn.Linear(6, CLASSES))
-    engine = engine_of(model, parallel={"tensor": {"size": 2, "plan": plan}})
-    found.append(counted(engine, *make_data(6)))
-    engine.close()
-    return found
+    config = {"parallel": {"tensor": {"size": 2, "plan": {"0": "colwise_gather"}}}}
+    return [*found, counted(make_engine(config, model=model), *make_data(6))]
 
 
 @pytest.mark.distributed
@@ -105,6 +82,5 @@ def test_the_peak_of_a_device(precision, monkeypatch):
     matmul = SimpleNamespace(fp32_precision="tf32" if precision == "tf32" else "ieee")
     monkeypatch.setattr(torch.backends.cuda, "matmul", matmul)
     peak, device = PEAK_FLOPS["A100"], torch.device("cuda")
-    assert peak_flops(device, torch.float32) == getattr(peak, precision)
-    assert peak_flops(device, torch.bfloat16) == peak.half
-    assert peak_flops(device, torch.float64) is None
+    expected = {torch.float32: getattr(peak, precision), torch.bfloat16: peak.half, torch.float64: None}
+    assert {dtype: peak_flops(device, dtype) for dtype in expected} == expected

@@ -1,7 +1,5 @@
 """A run that was interrupted ends as one that was not: weights, schedulers, hooks, records."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.optim import lr_scheduler
@@ -21,9 +19,9 @@ class Killed(BaseException):
 class Scores(halfmesh.Hook):
     """Gives evaluation its results, and ends the process at `dies`: ("after_step", 4)."""
 
-    def __init__(self, dies=None) -> None:
+    def __init__(self, *dies) -> None:
         self.dies = dies
-        self.records: list[dict[str, float]] = []
+        self.losses: dict[int, float] = {}
 
     def _maybe_die(self, event, trainer):
         if self.dies == (event, trainer.engine.global_step):
@@ -41,24 +39,18 @@ class Scores(halfmesh.Hook):
         self._maybe_die("after_eval", trainer)
 
     def write(self, trainer, record):
-        self.records.append(record)
-
-    @property
-    def losses(self):
-        return {record["step"]: record["loss"] for record in self.records if "loss" in record}
+        if "loss" in record:
+            self.losses[record["step"]] = record["loss"]
 
 
-def make(**config):
+def make(folder=None, every=1):
+    saves = {"checkpoint": {"directory": str(folder), "every": every, "in_background": False}} if folder else {}
     return linear_engine(
-        {"lr_interval": "manual", **config},
+        {"lr_interval": "manual", **saves},
         evaluated=0,
         lr_scheduler=lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer, patience=1, factor=0.5),
         eval_dataloader=make_loader(2, 2),
     )
-
-
-def saved_every(steps, folder):
-    return {"directory": str(folder), "every": steps, "in_background": False}
 
 
 def fit(engine, scores, patience=3, **options):
@@ -68,26 +60,20 @@ def fit(engine, scores, patience=3, **options):
     return stop
 
 
-def finished(engine):
-    return engine.global_step, engine.optimizer.param_groups[0]["lr"], engine.model.weight.tolist()
-
-
 @pytest.mark.parametrize(
     ("event", "step", "every"),
     [("after_step", 2, 1), ("after_step", 11, 3), ("eval_results", 9, 1), ("after_eval", 21, 1)],
 )
 def test_it_ends_where_it_would_have(tmp_path, event, step, every):
-    engine, scores = make(), Scores()
+    engine, scores, again, goes_on = make(), Scores(), make(), Scores()
     fit(engine, scores)
-    expected = finished(engine)
-    assert expected[0] == 21
-    assert expected[1] < 0.1
     with pytest.raises(Killed):
-        fit(make(checkpoint=saved_every(every, tmp_path)), Scores((event, step)))
-    again, goes_on = make(), Scores()
+        fit(make(tmp_path, every), Scores(event, step))
     again.load(tmp_path)
     fit(again, goes_on)
-    assert finished(again) == expected
+    assert again.global_step == engine.global_step == 21
+    assert again.optimizer.param_groups[0]["lr"] == engine.optimizer.param_groups[0]["lr"] < 0.1
+    assert torch.equal(again.model.weight, engine.model.weight)
     after_the_first = sorted(goes_on.losses.items())[1:]  # which has the batches since the checkpoint
     assert set(after_the_first) <= set(scores.losses.items())
 
@@ -100,30 +86,24 @@ def test_an_evaluation_at_the_end_of_an_epoch_is_made_once(tmp_path):
         return engine.lr_scheduler.state_dict()["last_epoch"]
 
     assert evaluations(make(), Scores()) == 8
-    engine, again = make(checkpoint=saved_every(1, tmp_path)), make()
+    again = make()
     with pytest.raises(Killed):
-        evaluations(engine, Scores(("after_step", 4)))
+        evaluations(make(tmp_path), Scores("after_step", 4))
     again.load(tmp_path)
     assert again.global_step == 3
     assert evaluations(again, Scores()) == 8
 
 
-def test_what_was_stopped_stays_so(tmp_path):
-    engine = make()
+def test_what_was_stopped_stays_so_and_another_run_begins_anew(tmp_path):
+    engine, again, more = make(), make(), make()
     fit(engine, Scores())
     engine.save(tmp_path)
-    again, more = make(), make()
     again.load(tmp_path)
     stop = fit(again, Scores())
-    assert again.global_step == 21
-    assert stop.state_dict()["waited"] == 3
+    assert (again.global_step, stop.state_dict()["waited"]) == (21, 3)
     more.load(tmp_path)
     assert fit(more, Scores(), patience=4).state_dict()["best"] == 1.0
     assert more.global_step == 24
-
-
-def test_the_next_fit_goes_on_and_another_run_begins_anew():
-    stop = EarlyStopHook("eval_score", patience=3)
     for _ in range(2):
         engine = make()
         for epochs in range(1, 9):
