@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr
+from functools import partial
+from io import StringIO
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -14,8 +16,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from halfmesh.config.load import load_config
-from halfmesh.engine.parallelize import reduce_options
 from halfmesh.parallel.buckets import can_average
 from halfmesh.parallel.reducer import Reducer
 from halfmesh.utils.torch_private import REDUCE_SCATTER
@@ -69,16 +69,13 @@ class Codebook(nn.Linear):
 
 
 def buffers(rank: int, world_size: int) -> tuple[list[float], int, str]:
-    norm, texts = nn.BatchNorm1d(2), list[str]()
+    norm = nn.BatchNorm1d(2)
     engine = make_engine(model=nn.Sequential(norm, Codebook()))
-    handler = logging.Handler()
-    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("halfmesh").addHandler(handler)
-    for _ in range(3):
-        engine.backward(engine(here(torch.full((4, 2), 10.0 * rank))).sum())
-        engine.step()
-    logging.getLogger("halfmesh").removeHandler(handler)
-    return norm.running_mean.tolist(), int(norm.num_batches_tracked), "\n".join(texts)
+    with redirect_stderr(StringIO()) as told:
+        for _ in range(3):
+            engine.backward(engine(here(torch.full((4, 2), 10.0 * rank))).sum())
+            engine.step()
+    return norm.running_mean.tolist(), int(norm.num_batches_tracked), told.getvalue()
 
 
 def test_batchnorm_statistics_are_averaged_and_other_buffers_that_change_are_named_once():
@@ -131,77 +128,36 @@ def test_buckets_are_sent_in_backward_also_where_a_batch_does_not_use_all(strate
     assert during[0] == (21 if used == [(0, 1)] else 0)
 
 
-class Reversed(torch.autograd.Function):
-    """Runs a backward of its own, as reversible layers do: the graph does not show the parameters of `layer`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, layer: nn.Module) -> torch.Tensor:
-        ctx.x, ctx.layer = x, layer
-        return layer(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        x = ctx.x.detach().requires_grad_()
-        with torch.enable_grad():
-            torch.autograd.backward(ctx.layer(x), grad)
-        return x.grad, None
-
-
-class Reversible(Heads):
-    def forward(self, x: torch.Tensor, used: tuple[int, ...]) -> torch.Tensor:
-        x = self.body[0](x)
-        return torch.stack([Reversed.apply(x, self.heads[index]) for index in used]).sum()
-
-
-@pytest.mark.parametrize("strategy", ["replicate", "zero1"])
-def test_gradients_that_the_graph_does_not_show_are_waited_for(strategy, two_ranks):
-    engine = make_engine({"parallel": {"data": {"strategy": strategy, "bucket_mb": 1e-6}}}, model=Reversible(1))
-    for used in [(0,), (1,), (0,), (0, 1)]:
-        engine.backward(engine(torch.randn(2, 8), used))
-        engine.zero_grad()
-    engine.close()
-
-
-class LayerDrop(nn.Module):
-    """Layers in reentrant activation checkpointing, of which a batch may leave out some."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
-
-    def forward(self, x: torch.Tensor, used: list[int]) -> torch.Tensor:
-        for index in used:
-            x = checkpoint(self.layers[index], x, use_reentrant=True)
-        return x.sin().mean()
-
-
 class Hidden(torch.autograd.Function):
-    """A layer whose parameters get their gradients from a backward within the backward."""
+    """A layer whose parameters get their gradients from a backward within the backward, as reversible ones do."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, layer: nn.Module) -> torch.Tensor:
+    def forward(ctx: Any, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
         ctx.layer = layer
         ctx.save_for_backward(x)
         return layer(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor | None]:
         x = ctx.saved_tensors[0].detach().requires_grad_()
         with torch.enable_grad():
             ctx.layer(x).backward(grad)
-        return x.grad, None
+        return None, x.grad
 
 
-class HiddenLayers(nn.Module):
-    def __init__(self) -> None:
+class LayerDrop(nn.Module):
+    """A batch may leave out some layers."""
+
+    def __init__(self, call: Callable[..., torch.Tensor]) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.first, self.layers = nn.Linear(4, 4), nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.call = call
 
     def forward(self, x: torch.Tensor, used: list[int]) -> torch.Tensor:
-        x = self.layers[0](x)
+        x = self.first(x)
         for index in used:
-            x = Hidden.apply(x, self.layers[index])
-        return x.square().sum()
+            x = self.call(self.layers[index], x)
+        return x.sin().mean()
 
 
 def backward_in_backward(rank: int, world_size: int) -> tuple[bool, str]:
@@ -210,16 +166,16 @@ def backward_in_backward(rank: int, world_size: int) -> tuple[bool, str]:
     updates = [[0, 1, 2, 3], [0, 1 + rank], [0, 1, 3], [0, 1, 2, 3], [2, 3], [0, 1, 2, 3]]
     found = []
     for config in (TINY, {}):  # in one bucket nothing is sent before the end
-        torch.manual_seed(0)
-        engine = make_engine(config, model=LayerDrop(), optimizer=sgd)
-        for number, used in enumerate(updates):
-            engine.zero_grad()
-            x = here(torch.full((2, 4), 0.1 * (rank + number + 1), requires_grad=True))
-            engine.backward(engine(x, used))
-            engine.step()
-        found.append(full_weights(engine))
-    same = all(torch.equal(found[0][name], found[1][name]) for name in found[0])
-    engine = make_engine(TINY, model=HiddenLayers(), optimizer=sgd)
+        for call in (partial(checkpoint, use_reentrant=True), Hidden.apply):
+            torch.manual_seed(0)
+            engine = make_engine(config, model=LayerDrop(call), optimizer=sgd)
+            for number, used in enumerate(updates):
+                engine.zero_grad()
+                engine.backward(engine(here(torch.full((2, 4), 0.1 * (rank + number + 1))), used))
+                engine.step()
+            found += full_weights(engine).values()
+    same = all(map(torch.equal, found[: len(found) // 2], found[len(found) // 2 :]))
+    engine = make_engine(TINY, model=LayerDrop(Hidden.apply), optimizer=sgd)
     for used in ([], []):  # the graphs show all, so that the hidden ones are no longer waited for
         engine.zero_grad()
         engine.backward(engine(here(torch.ones(2, 4)), used))
@@ -232,27 +188,26 @@ def test_a_backward_within_the_backward_is_waited_for_or_rejected():
     for same, text in run_ranks(backward_in_backward, 2):
         assert same
         assert "the gradient of 'layers." in text
-        assert "changed after it was sent" in text
+        assert "changed after it was sent, by a backward inside the last one" in text
+        assert "use_reentrant=False" in text
 
 
-def mean_in_the_sum(rank: int, world_size: int, strategy: str) -> tuple[list[Any], list[Any]]:
-    """Where the backend divides, and where it does not: the operations of an update's reductions; and its weights and
-    statistics."""
+def mean_in_the_sum(rank: int, world_size: int, strategy: str) -> tuple[list[str], list[Any]]:
+    """Where the backend does not divide, and where it does: what a reduction asks for, and the weights after it."""
     asked, found = [], []
+    name = REDUCE_SCATTER if strategy == "zero1" else "all_reduce"
     for averages in (False, True):
-        norm = nn.BatchNorm1d(4)
-        engine = make_engine({"parallel": {"data": strategy}}, model=nn.Sequential(norm, Scaled()), optimizer=sgd)
+        engine = make_engine({"parallel": {"data": strategy}}, model=Scaled(), optimizer=sgd)
         loss = engine(here(torch.arange(12.0).view(3, 4) * (rank + 1))).sum()
         with (
             patch("halfmesh.parallel.reducer.can_average", lambda flat, group, averages=averages: averages),
-            patch.object(dist, "all_reduce", wraps=dist.all_reduce) as summed,
-            patch.object(dist, REDUCE_SCATTER, wraps=getattr(dist, REDUCE_SCATTER)) as scattered,
+            patch.object(dist, name, wraps=getattr(dist, name)) as reduced,
         ):
             engine.backward(loss)
-        of_sums = sorted(str(call.args[1]) for call in summed.mock_calls)
-        asked.append([str(call.kwargs["op"]) for call in scattered.mock_calls] + of_sums)
+        call = reduced.mock_calls[0]
+        asked.append(str(call.kwargs["op"] if strategy == "zero1" else call.args[1]))
         engine.step()
-        found.append([norm.running_mean.tolist(), *(value.tolist() for value in full_weights(engine).values())])
+        found.append(full_weights(engine)["weight"].tolist())
         engine.close()
     return asked, found
 
@@ -260,22 +215,18 @@ def mean_in_the_sum(rank: int, world_size: int, strategy: str) -> tuple[list[Any
 @pytest.mark.parametrize("strategy", ["replicate", "zero1"])
 def test_nccl_divides_while_it_sums(strategy):
     """gloo, which can, too, does as it is told here."""
-    statistics = ["RedOpType.SUM"] * (1 + (strategy == "zero1"))  # and zero1's flags
     for asked, (divided, averaged) in run_ranks(mean_in_the_sum, 2, strategy):
-        assert asked == [["RedOpType.SUM", *statistics], ["RedOpType.AVG", *statistics]]
+        assert asked == ["RedOpType.SUM", "RedOpType.AVG"]
         assert divided == averaged
 
 
 @pytest.mark.parametrize(
     ("backend", "dtype", "ranks", "expected"),
     [
-        ("nccl", torch.float32, 6, True),
-        ("cpu:gloo,cuda:nccl", torch.float64, 6, True),
+        ("cpu:gloo,cuda:nccl", torch.float32, 6, True),
         ("nccl", torch.bfloat16, 8, True),
         ("nccl", torch.bfloat16, 6, False),  # it would multiply by 0.1669921875
-        ("nccl", torch.float16, 3, False),
         ("gloo", torch.float32, 8, False),
-        ("fake", torch.float32, 8, False),
     ],
 )
 def test_where_nccl_divides(backend, dtype, ranks, expected):
@@ -285,17 +236,9 @@ def test_where_nccl_divides(backend, dtype, ranks, expected):
             assert can_average(flat, SimpleNamespace(size=lambda: ranks)) == (expected and is_cuda)
 
 
-class Twice(nn.Linear):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        run = super().forward
-        return checkpoint(run, checkpoint(run, x, use_reentrant=True), use_reentrant=True)
-
-
-def broken_off(rank: int, world_size: int) -> tuple[str, list[dict[str, torch.Tensor]]]:
-    """What is said of a gradient that arrives twice; the weights after an update, and after one before which a backward
-    fails on all ranks, once its first buckets were sent."""
-    twice = make_engine(TINY, model=Twice(2, 2))
-    message = said(twice.backward, twice(here(torch.ones(1, 2, requires_grad=True))).sum())
+def broken_off(rank: int, world_size: int) -> list[dict[str, torch.Tensor]]:
+    """The weights after an update, and after one before which a backward fails on all ranks, once its first buckets
+    were sent."""
     found, x = [], here(torch.full((2, 4), float(rank + 1)))
 
     def fail(_: torch.Tensor) -> None:
@@ -313,18 +256,9 @@ def broken_off(rank: int, world_size: int) -> tuple[str, list[dict[str, torch.Te
         engine.backward(engine(x).sum())
         engine.step()
         found.append(full_weights(engine))
-    return message, found
+    return found
 
 
 def test_an_error_in_backward_leaves_nothing_behind():
-    for message, (expected, found) in run_ranks(broken_off, 2):
-        assert "changed after it was sent, by a backward inside the last one" in message
-        assert "use_reentrant=False" in message
+    for expected, found in run_ranks(broken_off, 2):
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize(("ranks", "given", "mib"), [(2, None, 25), (64, None, 64), (64, 25, 25)])
-def test_buckets_grow_with_the_data_ranks(ranks, given, mib):
-    """Under zero1 each of them gets 1 / ranks of a bucket."""
-    config = load_config({"parallel": {"data": {"bucket_mb": given}}})
-    assert reduce_options(config, config.parallel.dims(ranks)).bucket_bytes == mib * 2**20

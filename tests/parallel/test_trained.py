@@ -1,4 +1,4 @@
-"""Ranks train the same parameters: from the start, and whenever some are frozen or unfrozen."""
+"""Ranks train the same model: from the start, and whenever some of its parameters are frozen or unfrozen."""
 
 from __future__ import annotations
 
@@ -29,10 +29,14 @@ def make_model(frozen: int | None = None) -> nn.Sequential:
     return model
 
 
-def unlike(rank: int, world_size: int) -> dict[str, Any]:
-    """What is said of unlike layers that are frozen: from the start, and after a step; and if the weights stay."""
+def unlike(rank: int, world_size: int) -> tuple[list[str], dict[str, Any]]:
+    """What is said of unlike models and optimizers; and, by layout, of unlike layers that are frozen: from the start,
+    and after a step; and if the weights stay."""
     x, y = here(make_data())
-    found = {}
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * (rank + 1))
+    given = {"model": nn.Linear(2, 2 + rank)}, {"model": model, "optimizer": optimizer}
+    found, models = {}, [said(make_engine, **options) for options in given]
     for name, layout in LAYOUTS.items():
         at_start = said(make_engine, {"parallel": layout}, model=make_model(2 if rank == 0 else 4))
         engine = make_engine({"parallel": layout}, model=make_model())
@@ -41,12 +45,15 @@ def unlike(rank: int, world_size: int) -> dict[str, Any]:
         engine.model[2 if rank == 0 else 4].requires_grad_(False)
         later, after = said(step_on, engine, x, y), full_weights(engine)
         found[name] = at_start, later, all(torch.equal(before[n], after[n]) for n in before)
-    return found
+    return models, found
 
 
 @pytest.mark.distributed
 def test_unlike_ranks_are_rejected():
-    for found in run_ranks(unlike, 2):
+    for models, found in run_ranks(unlike, 2):
+        for message, what in zip(models, ("the model's parameters", "the optimizer"), strict=True):
+            assert message.startswith(f"{what} must be the same on all ranks")
+            assert "on rank 1 differ from rank 0;" in message
         for layout, (at_start, later, unchanged) in found.items():
             for words in ("'2.weight' is trained on rank 1", " and frozen on rank 0", " (the first of 4 "):
                 assert words in at_start

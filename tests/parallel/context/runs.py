@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-
 import torch
 import torch.nn.functional as F
+from gpt import GPT
 
 import halfmesh
-from tests.support.example_runs import ROOT
 from tests.support.ranks import here, rank_device
-
-sys.path.insert(0, str(ROOT / "examples"))
-from gpt import GPT
 
 ROWS, LENGTH, WORDS = 2, 16, 32
 
@@ -29,22 +24,25 @@ def make_llama(**options):
     return LlamaForCausalLM(LlamaConfig(**sizes, **options))
 
 
-def tokens(seed=0):
+def tokens(seed=0, uneven=False):
+    """Inputs and targets; `uneven`: the ranks' tokens do not count alike."""
     torch.manual_seed(seed)
     ids = here(torch.randint(WORDS, (ROWS, LENGTH + 1)))
-    return ids[:, :-1], ids[:, 1:].clone()
+    target = ids[:, 1:].clone()
+    if uneven:
+        target[0, :11], target[1, 4:6] = -100, -100
+    return ids[:, :-1], target
 
 
-def criterion(output, target):
-    return F.cross_entropy(output.flatten(0, 1), target.flatten())
+def criterion(output, target, **options):
+    return F.cross_entropy(output.flatten(0, 1), target.flatten(), **options)
 
 
 def make_engine(make, size=1, criterion=criterion, **config):
     torch.manual_seed(0)
     model = make()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    parallel = {"context": size, **config.pop("parallel", {})} if size > 1 else config.pop("parallel", {})
-    config = {**config, "parallel": parallel}
+    config["parallel"] = {"context": size} if size > 1 else {}
     return halfmesh.initialize(model, optimizer, criterion, config=config, device=rank_device())
 
 

@@ -1,8 +1,9 @@
-"""`parallel.context` through the engine: outputs, random numbers, checkpoints, trials, and what is kept and sent."""
+"""`parallel.context` through the engine: outputs, random numbers, checkpoints, trials, what is sent, and losses."""
 
 from __future__ import annotations
 
 from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,10 +14,10 @@ from torch import nn
 from halfmesh.parallel import collectives
 from halfmesh.parallel.context.attention import attend
 from tests.support.ranks import here, run_ranks
-from tests.support.saved_memory import bytes_left
 from tests.support.tensor_parity import rejection
+from tests.support.whole import close_whole
 
-from .runs import LENGTH, ROWS, make_engine, make_gpt, plain_step, tokens
+from .runs import LENGTH, ROWS, criterion, make_engine, make_gpt, plain_step, tokens
 from .test_rejections import Plain
 
 pytestmark = pytest.mark.distributed
@@ -66,9 +67,6 @@ def test_ranks_drop_activations_by_themselves():
     assert not torch.equal(one, other)
 
 
-# -- trials ------------------------------------------------------------------------------------------------------------
-
-
 class Counts(Plain):
     """Keeps a number, a list and a tensor of its calls. Its graph depends on the tokens of a rank."""
 
@@ -112,85 +110,36 @@ def test_ranks_whose_graphs_differ_try_together_and_leave_no_trace():
 def evaluate_first(rank, world_size):
     """The first data rank evaluates before any update; the other has no batch. Then the sizes of the groups over which
     large tensors are summed in an update."""
-    engine, sent, inner = make_engine(make_gpt, 2, timeout=30.0), [], dist.all_reduce
+    engine = make_engine(make_gpt, 2, timeout=30.0)
     if engine.context.dp_rank == 0:
         with torch.no_grad():
             assert engine.eval()(tokens(0)[0]).shape[1] == LENGTH
     engine.train()
-
-    def all_reduce(tensor, *args, **options):
-        if tensor.numel() > 100:
-            sent.append(options["group"].size())
-        return inner(tensor, *args, **options)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "all_reduce", all_reduce)
+    with patch.object(dist, "all_reduce", wraps=dist.all_reduce) as sums:
         engine.backward(plain_step(engine, 0))
         engine.step()
-    return sent
+    return [call.kwargs["group"].size() for call in sums.mock_calls if call.args[0].numel() > 100]
 
 
 def test_a_trial_waits_for_the_ranks_of_its_batch_only_and_gradients_are_reduced_once():
     assert run_ranks(evaluate_first, 4) == [[4]] * 4
 
 
-# -- what is kept and sent ---------------------------------------------------------------------------------------------
-
-
-def saved_and_sent(rank, world_size):
-    """Bytes that a forward leaves for its backward, and those of all-to-alls of a step: given out by this rank."""
-    sent, inner = [], dist.all_to_all_single
-
-    def counted(received, given, **options):
-        sent.append(given.numel() * given.element_size())
-        return inner(received, given, **options)
-
-    engine = make_engine(partial(make_gpt, num_heads=2), world_size)
-    engine.backward(plain_step(engine, 0))
-    engine.step()
-    ids, _ = tokens()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "all_to_all_single", counted)
-        left = bytes_left(lambda: engine(ids))
-        engine.backward(plain_step(engine, 0))
-    return left, sum(sent), len(sent)
-
-
-def test_activations_halve_and_attention_sends_what_it_should():
-    whole, _, _ = saved_and_sent(0, 1)
-    for left, sent, calls in run_ranks(saved_and_sent, 2):
-        assert 0.45 < left / whole < 0.55
-        depth, own = 2, ROWS * LENGTH // 2 * 16 * 4  # one activation of this rank: [2, 8, 16] in fp32
-        assert calls == depth * 4 * 3  # q, k, v and the result, in two forwards and a backward
-        assert sent == calls * own
-
-
-def work(rank, world_size, heads, kv_heads):
-    """The pairs of a query and a key that this rank computes for causal attention, and the bytes that it gives to
-    all-to-alls and all-gathers; and what is said of other shapes."""
-    own, pairs, sent = 4, [], {"all_to_all": [], "all_gather": []}
+def sent_by(rank, world_size, heads, kv_heads):
+    """The bytes that this rank gives to all-to-alls and all-gathers of attention, in those of its queries; and what is
+    said of other shapes."""
+    attention, own = partial(attend, dist.group.WORLD, F.scaled_dot_product_attention), 4
     q, k, v = (here(torch.randn(ROWS, n, own, 4)) for n in (heads, kv_heads, kv_heads))
-
-    def attention(query, key, value, **options):
-        queries, keys = query.shape[2], key.shape[2]
-        pairs.append(query.shape[1] * (queries * keys - queries * (queries - 1) // 2))  # the last query sees all keys
-        return F.scaled_dot_product_attention(query, key, value, **options)
-
-    def counted(name, collective):
-        def call(received, given, *args, **options):
-            sent[name].append(given.numel() * given.element_size() / (q.numel() * q.element_size()))
-            return collective(received, given, *args, **options)
-
-        return call
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "all_to_all_single", counted("all_to_all", dist.all_to_all_single))
-        patch.setattr(collectives, "all_gather", counted("all_gather", collectives.all_gather))
-        attend(dist.group.WORLD, attention, q, k, v, is_causal=True, enable_gqa=True)
+    with (
+        patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as exchanged,
+        patch.object(collectives, "all_gather", wraps=collectives.all_gather) as gathered,
+    ):
+        attention(q, k, v, is_causal=True, enable_gqa=True)
+    sent = [[call.args[1].nbytes / q.nbytes for call in calls.mock_calls] for calls in (exchanged, gathered)]
     mask = here(torch.ones(own, own, dtype=torch.bool))
     wrong = [(q[:, :, :1], k, v), (q[:, 0], k[:, 0], v[:, 0]), (q, k, v, mask)]
-    said = [rejection(lambda x=x: attend(dist.group.WORLD, attention, *x)) for x in wrong]
-    return sum(pairs), sent["all_to_all"], sent["all_gather"], said
+    said = [rejection(lambda x=x: attention(*x)) for x in wrong]
+    return sent, said
 
 
 @pytest.mark.parametrize(
@@ -200,11 +149,77 @@ def work(rank, world_size, heads, kv_heads):
         pytest.param(6, 2, [0.5, 0.5], [1 / 3, 1 / 3], id="half of the queries are exchanged"),
     ],
 )
-def test_causal_work_is_equal_on_all_ranks(heads, kv_heads, exchanged, gathered):
-    """Bytes are in those of a rank's queries."""
-    length = 16
-    for pairs, *sent, said in run_ranks(work, 4, heads, kv_heads):
-        assert pairs == heads * length * (length + 1) // 2 / 4
+def test_what_attention_sends_and_rejects(heads, kv_heads, exchanged, gathered):
+    for sent, said in run_ranks(sent_by, 4, heads, kv_heads):
         assert sent == [exchanged, gathered]
         assert all("q, k and v must be [batch, heads, tokens, features] for this" in text for text in said)
         assert "a mask [..., 16, 16] or [..., 1, 16]" in said[-1]
+
+
+SMALL = partial(make_gpt, depth=1, width=8, num_heads=2)
+
+
+def weights():
+    return here(torch.rand(256, generator=torch.Generator().manual_seed(0)) + 0.5)
+
+
+def summed(output, target):
+    return criterion(output, target, reduction="sum"), (target != -100).sum()
+
+
+def entropy_without_ones(output, target):
+    return criterion(output, target.masked_fill(target == -100, -1), ignore_index=-1)
+
+
+def flat(engine, ids, target):
+    return engine.criterion(engine(ids).flatten(0, 1), target.flatten())
+
+
+def plain(engine, ids, target):
+    return engine.criterion(engine(ids), target)
+
+
+def summed_where(output, target, mask):
+    losses = criterion(output, target.clamp_min(0), reduction="none").view_as(target)
+    return (losses * mask).sum(), mask.sum()
+
+
+def with_a_prompt(engine, ids, target):
+    mask = here(torch.ones(target.shape))
+    mask[:, :10] = 0
+    return engine.criterion(engine(ids), target, mask)
+
+
+RIGHT = {
+    "class weights": (lambda o, t: criterion(o, t, weight=weights(), label_smoothing=0.1), plain, "mean"),
+    "another index that does not count": (entropy_without_ones, plain, "mean"),
+    "log-likelihood": (lambda o, t: F.nll_loss(o.log_softmax(-1).flatten(0, 1), t.flatten()), plain, "mean"),
+    "a sum": (lambda o, t: criterion(o, t, reduction="sum") / 20, plain, "sum"),
+    "weighted": (summed, plain, "weighted"),
+    "a prompt that does not count": (summed_where, with_a_prompt, "weighted"),
+    "flat tensors": (F.cross_entropy, flat, "mean"),
+}
+
+
+def update_each(rank, world_size):
+    """For each criterion the loss and the norms of the weights after an update."""
+    found = {}
+    for name, (loss_of, step, reduction) in RIGHT.items():
+        engine = make_engine(SMALL, world_size, loss_of, loss_reduction=reduction)
+        loss = step(engine, *tokens(uneven=True))
+        engine.backward(loss)
+        engine.step()
+        numbers = [float(torch.as_tensor(part).detach()) for part in (loss if isinstance(loss, tuple) else (loss,))]
+        found[name] = numbers, torch.cat([w.flatten() for w in close_whole(engine).values()])
+    half = partial(criterion, weight=weights().bfloat16())
+    engine = make_engine(SMALL, world_size, half, bf16={"mode": "torch"})
+    return found, float(plain(engine, *tokens(uneven=True)).detach())
+
+
+def test_losses_are_those_of_one_process():
+    expected, expected_half = update_each(0, 1)
+    for found, half in run_ranks(update_each, 2):
+        assert half == pytest.approx(expected_half, rel=2e-2), "tried with weights in half precision"
+        for name, (loss, new) in expected.items():
+            assert found[name][0] == pytest.approx(loss, rel=1e-5), name
+            torch.testing.assert_close(found[name][1], new, rtol=0, atol=2e-6, msg=name)

@@ -76,13 +76,14 @@ def balanced(logits, ids, labels):
     return logits, logits.softmax(-1).mean((0, 1)).square().sum()
 
 
-HIDDEN = partial(
-    Plain, lambda model, x: x + model.layer * x.mean(1, keepdim=True), lambda: nn.Parameter(torch.zeros(16))
-)
+def zeros():
+    return nn.Parameter(torch.zeros(16))
+
+
+HIDDEN = partial(Plain, lambda model, x: x + model.layer * x.mean(1, keepdim=True), zeros)
 CENTRED = partial(Plain, lambda model, x: x - x.mean((0, 1)) if model.training else x)
-ASKING = partial(
-    Plain, lambda model, x: x + model.layer(x, x, x)[0], lambda: nn.MultiheadAttention(16, 2, batch_first=True)
-)
+OF_TORCH = partial(nn.MultiheadAttention, 16, 2, batch_first=True)
+ASKING = partial(Plain, lambda model, x: x + model.layer(x, x, x)[0], OF_TORCH)
 
 
 def squared(output, target):
@@ -93,10 +94,6 @@ def outside(engine, seed):
     ids, target = tokens(seed)
     own = engine.context.coordinate("cp") * LENGTH // 2
     return criterion(engine(ids), target[:, own : own + LENGTH // 2].contiguous())
-
-
-def own_loss(engine, seed):
-    return engine(tokens(seed)[0])
 
 
 def odd_length(engine, seed):
@@ -131,17 +128,44 @@ def cached(engine, seed):
         return engine(input_ids=tokens()[0], use_cache=True)
 
 
-class Wrapped(nn.Module):
-    """Its model would shift the labels on each rank."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = make_llama()
-
-    def forward(self, ids, labels, position_ids=None):
-        return self.inner(input_ids=ids, labels=labels, position_ids=position_ids).loss
+def masked_mean(output, target):
+    mask = target != -100
+    return (criterion(output, target, reduction="none") * mask.flatten()).sum() / mask.sum()
 
 
+class Late:
+    """A term sets in with the third call."""
+
+    calls = 0
+
+    def __call__(self, output, target):
+        self.calls += 1
+        late = output.mean((0, 1)).square().sum() if self.calls > 2 else 0.0
+        return criterion(output, target) + late
+
+
+def uneven(engine, seed):
+    ids, target = tokens(seed, uneven=True)
+    return engine.criterion(engine(ids), target)
+
+
+def time_major(engine, seed):
+    ids, target = tokens(seed)
+    return engine.criterion(engine(ids).transpose(0, 1).flatten(0, 1), target.t().flatten())
+
+
+def cut(engine, seed):
+    ids, target = tokens(seed)
+    return engine.criterion(engine(ids)[:, :-1], target[:, 1:])
+
+
+def mixed(engine, seed):
+    ids, target = tokens(seed)
+    output = engine(ids)
+    return engine.criterion(output - output.mean(1, keepdim=True), target)
+
+
+LATE = Late()
 BF16 = {"bf16": {"mode": "torch"}}
 POSITIONS = "positions must come from the argument that parallel.context.positions names"
 SHIFT = "Shift targets before the call"
@@ -153,14 +177,18 @@ WRONG = {
     "hidden": (HIDDEN, plain_step, {}, MIXED),
     "training only": (CENTRED, plain_step, {}, MIXED),
     "weights of attention": (ASKING, plain_step, {}, "no rank has the attention weights"),
-    "a border": (partial(Plain, after=shifted), own_loss, {}, SHIFT),
+    "a border": (partial(Plain, after=shifted), lambda engine, seed: engine(tokens(seed)[0]), {}, SHIFT),
     "late labels": (partial(Plain, after=shifted_labels), late_labels, {}, SHIFT),
     "a mean of what counts": (partial(Plain, after=own_mean), prompted, {}, "targets that do not count"),
     "a router's loss": (partial(Plain, after=balanced), plain_step, {}, "output_router_logits"),
     "a squared mean": (Plain, plain_step, {"criterion": squared}, "the criterion must be a mean"),
     "a loss outside": (Plain, outside, {}, "compute the loss in the model or in engine.criterion"),
     "an odd length": (Plain, odd_length, {}, "context=2 does not divide a sequence of 15 tokens; pad it"),
-    "shifted within": (Wrapped, prompted, {}, SHIFT),
+    "a mean by a mask": (make_gpt, uneven, {"criterion": masked_mean}, "loss_reduction='weighted'"),
+    "late": (make_gpt, plain_step, {"criterion": LATE}, "neither"),
+    "time-major before": (make_gpt, time_major, {"criterion": F.cross_entropy}, "without a sequence dim"),
+    "shifted before": (make_gpt, cut, {}, "Shift targets of whole sequences"),
+    "mixed before": (make_gpt, mixed, {}, "unchanged, and targets [batch, sequence, ...]; compute inside"),
     "a cache": (lambda: make_llama(use_cache=True), cached, {}, "use_cache: with parallel.context"),
 }
 
@@ -169,24 +197,25 @@ def reject_each(rank, world_size):
     said = {}
     for name, (make, step, config, _) in WRONG.items():
         engine = make_engine(make, world_size, **config)
-        said[name] = rejection(lambda e=engine, s=step: e.backward(s(e, 0)))
-    return said
+
+        def train(engine=engine, step=step):
+            for seed in range(3):
+                engine.backward(step(engine, seed))
+                engine.step()
+
+        said[name] = rejection(train), engine.global_step
+    return said, LATE.calls
 
 
 @pytest.mark.distributed
 def test_what_would_train_otherwise_is_rejected():
-    for said in run_ranks(reject_each, 2, timeout=120):
+    for said, calls in run_ranks(reject_each, 2, timeout=120):
         for name, (*_, words) in WRONG.items():
-            assert said[name].startswith("InputError"), (name, said[name])
-            assert words in said[name], (name, said[name])
-
-
-def make_gemma(**options):
-    import transformers as hf
-
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    sizes |= {"num_key_value_heads": 2, "head_dim": 8, "vocab_size": WORDS, "pad_token_id": 0}
-    return hf.Gemma3ForCausalLM(hf.Gemma3TextConfig(**sizes, **options))
+            text, steps = said[name]
+            assert text.startswith("InputError"), (name, text)
+            assert words in text, (name, text)
+            assert steps == 2 * (name == "late"), name
+        assert calls == 3, "the trial leaves no trace"
 
 
 def make_recurrent():
@@ -196,10 +225,8 @@ def make_recurrent():
 
 
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
-BOTH_WAYS = {"layer_types": ["sliding_attention"], "use_bidirectional_attention": True}
 UNKNOWN = [
     (lambda: make_llama(attn_implementation="eager"), "its attention 'eager' cannot be sharded"),
-    (lambda: make_gemma(**BOTH_WAYS), "transformers' create_bidirectional_sliding_window_mask"),
     (make_recurrent, "its layers have linear_attention, and only attention can be"),
     (lambda: make_llama(rope_parameters=DYNAMIC), "its rotations are 'dynamic'"),
     (make_gpt, "compile: attention waits for other ranks"),

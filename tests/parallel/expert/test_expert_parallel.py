@@ -30,7 +30,7 @@ def make_engine(ranks):
     torch.manual_seed(0)
     model = make_mixtral()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    config = {"clip_grad_norm": 1.0, "parallel": {"expert": ranks} if ranks > 1 else {}}
+    config = {"clip_grad_norm": 1.0, "parallel": {"expert": ranks}}
     return halfmesh.initialize(model, optimizer, config=config, device=rank_device())
 
 
@@ -38,9 +38,9 @@ def tokens(seed):
     return here(torch.randint(WORDS, (ROWS, LENGTH), generator=torch.Generator().manual_seed(seed)))
 
 
-def train(rank, world_size):
-    """Two updates, of each data rank's own rows: losses, norms, the whole weights, and how many experts a layer of this
-    rank had."""
+def train(rank, world_size, folder):
+    """Two updates, of each data rank's own rows: losses and norms, and how many experts a layer of this rank had. Then
+    logits, and predictions for 3 rows, of which one rank has none in its last batch."""
     engine = make_engine(world_size)
     place, seen = slice(engine.context.dp_rank, None, engine.context.dp_size), []
     for seed in range(2):
@@ -49,42 +49,30 @@ def train(rank, world_size):
         engine.backward(loss)
         seen.append((loss.item(), engine.step().grad_norm))
     experts = [len(p) for name, p in engine.model.named_parameters() if "experts" in name and "down" in name]
-    return seen, close_whole(engine), experts[0]
+    engine.save(folder)
+    ids = tokens(0)
+    with torch.no_grad():
+        logits = engine.eval()(input_ids=ids).logits  # those of all rows
+    predicted = halfmesh.Trainer(engine).predict(torch.utils.data.DataLoader(ids[:3].cpu(), 1)).logits
+    return seen, experts[0], logits.cpu(), predicted, close_whole(engine)
 
 
 @pytest.mark.distributed
-def test_products_of_several_experts_at_once():
+def test_products_of_several_experts_at_once_and_checkpoints_that_load_in_one_process(tmp_path):
     """transformers' default, which has no float64: tests/parity has the plain loop."""
-    expected, weights, whole = train(0, 1)
-    found = run_ranks(train, 2)
-    for seen, theirs, experts in found:
+    expected, whole, *evaluated, weights = train(0, 1, tmp_path / "one")
+    ranks = run_ranks(train, 2, tmp_path / "saved")
+    engine = make_engine(1)
+    engine.load(tmp_path / "saved")
+    loaded = engine.eval()(input_ids=tokens(0)).logits.detach()
+    for seen, experts, logits, predicted, theirs in ranks:
         assert experts == whole // 2
         torch.testing.assert_close([norm for _, norm in seen], [norm for _, norm in expected], rtol=1e-5, atol=0)
         torch.testing.assert_close(theirs, weights, rtol=0, atol=1e-5)
-    losses = torch.tensor([[loss for loss, _ in seen] for seen, *_ in found]).mean(0).tolist()
+        torch.testing.assert_close([logits, predicted], evaluated, rtol=0, atol=1e-4)
+        torch.testing.assert_close(logits, loaded, rtol=0, atol=1e-5)
+    losses = torch.tensor([[loss for loss, _ in seen] for seen, *_ in ranks]).mean(0).tolist()
     torch.testing.assert_close(losses, [loss for loss, _ in expected], rtol=1e-5, atol=0)
-
-
-def saved(rank, world_size, folder):
-    """Logits, and predictions for 3 rows, of which one rank has none in its last batch."""
-    engine = make_engine(world_size)
-    ids = tokens(0)
-    engine.backward(engine(input_ids=ids, labels=ids).loss)
-    engine.step()
-    engine.save(folder)
-    with torch.no_grad():
-        logits = engine.eval()(input_ids=ids).logits  # those of all rows
-    return logits, halfmesh.Trainer(engine).predict(torch.utils.data.DataLoader(ids[:3].cpu(), 1)).logits
-
-
-@pytest.mark.distributed
-def test_checkpoints_load_in_one_process(tmp_path):
-    for logits, predicted in run_ranks(saved, 2, tmp_path / "saved"):
-        engine = make_engine(1)
-        engine.load(tmp_path / "saved")
-        expected = engine.eval()(input_ids=tokens(0)).logits
-        torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
-        torch.testing.assert_close(predicted, expected[:3], rtol=0, atol=1e-5)
 
 
 def problems(model, size=2):

@@ -85,15 +85,6 @@ class Blocks(nn.Module):
         return self.end(x)
 
 
-MODES = {
-    "fp32": {},
-    "torch_bf16": {"bf16": {"mode": "torch"}},
-    "torch_fp16": {"fp16": {"mode": "torch", "init_scale": 1024.0}},
-    "naive_fp16": {"fp16": {"mode": "naive", "initial_scale": 1024.0}},
-    "naive_bf16": {"bf16": {"mode": "naive"}, "gradient_dtype": "float32"},
-}
-
-
 def batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(100 * step + rank)
     return here((torch.randn(4, FEATURES, generator=generator), torch.randint(4, (4,), generator=generator)))
@@ -105,53 +96,21 @@ def adamw(params):
 
 def make_engine(data, optimizer=adamw, model=None, criterion=None, **config):
     model = Odd() if model is None else model
-    groups = [{"params": [p for n, p in model.named_parameters() if "bias" in n], "weight_decay": 0.0}]
-    groups.insert(0, {"params": [p for n, p in model.named_parameters() if "bias" not in n]})
+    named = list(model.named_parameters())
+    biases = {"params": [p for n, p in named if "bias" in n], "weight_decay": 0.0}
+    optimizer = optimizer([{"params": [p for n, p in named if "bias" not in n]}, biases])
     data = data if isinstance(data, dict) else {"strategy": data, "bucket_mb": 0.0005}  # several buckets
+    config["parallel"] = {"data": data}
     return halfmesh.initialize(
-        model,
-        optimizer(groups),
-        criterion or nn.CrossEntropyLoss(),
-        config={"parallel": {"data": data}, **config},
-        device=rank_device(),
+        model, optimizer, criterion or nn.CrossEntropyLoss(), config=config, device=rank_device()
     )
 
 
 def take_step(engine, rank, step):
     x, y = (tensor.to(engine.device) for tensor in batch(rank, step))
     engine.zero_grad()
-    loss = engine.criterion(engine(x), y)
-    engine.backward(loss)
+    engine.backward(engine.criterion(engine(x), y))
     return engine.step()
-
-
-def train(engine, rank, steps):
-    results = [take_step(engine, rank, step) for step in range(steps)]
-    return [(result.grad_norm, result.loss_scale, result.skipped) for result in results]
-
-
-def whole(engine):
-    """The full model's state, and the optimizer's state and groups by the parameters' names. Closes the engine."""
-    full = engine.full_state_dict(optimizer=True, rank0_only=False)
-    engine.close()
-    return full["model"], full["optimizer"]["state"], [group["params"] for group in full["optimizer"]["param_groups"]]
-
-
-def differences(ours, theirs):
-    found = {}
-    for name, tensor in theirs[0].items():
-        found[name] = (ours[0][name].double() - tensor.double()).abs().max().item() if tensor.numel() else 0.0
-    assert ours[2] == theirs[2]
-    assert ours[1].keys() == theirs[1].keys()
-    for name, state in theirs[1].items():
-        assert ours[1][name].keys() == state.keys(), name
-        for key, value in state.items():
-            if isinstance(value, torch.Tensor):
-                assert ours[1][name][key].shape == value.shape, (name, key)
-                found[f"{name} {key}"] = (ours[1][name][key].double() - value.double()).abs().max().item()
-            else:
-                assert ours[1][name][key] == value
-    return found
 
 
 def all_equal(model):

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+import copy
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfmesh
 from halfmesh.amp.float8 import Float8Product
+from halfmesh.utils.torch_private import ALL_GATHER
 from tests.support.ranks import here, rank_device, run_ranks
 from tests.support.whole import close_whole
 
@@ -27,12 +29,9 @@ class Net(nn.Module):
         self.begin = nn.Embedding(16, 32)
         self.tied = nn.Linear(32, 16, bias=False)
         self.tied.weight = self.begin.weight
-        self.blocks = nn.ModuleList(self._block() for _ in range(2))
+        block = nn.LayerNorm(32), nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32, bias=False)
+        self.blocks = nn.ModuleList(copy.deepcopy(nn.Sequential(*block)) for _ in range(2))
         self.unused, self.head = nn.Linear(32, 32), nn.Linear(16, 16)
-
-    @staticmethod
-    def _block():
-        return nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32, bias=False))
 
     def forward(self, ids):
         x = self.begin(ids)
@@ -45,8 +44,8 @@ FLOAT8 = 2 * 2 * 32 * 64 + 32 * 32
 """Numbers in the weights that are gathered in float8."""
 
 
-def make_engine(parallel, model=None, recipe="tensorwise", **more):
-    model = Net() if model is None else model
+def make_engine(parallel, recipe="tensorwise", **more):
+    model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     config = {"fp8": {"mode": "torch", "recipe": recipe}, "parallel": parallel} | more
     return halfmesh.initialize(model, optimizer, nn.CrossEntropyLoss(), config=config, device=rank_device())
@@ -66,15 +65,6 @@ def train(engine, part=0, parts=1):
     return losses
 
 
-@contextmanager
-def wide():
-    cast, Float8Product.cast_before_gather = Float8Product.cast_before_gather, lambda self, model: {}
-    try:
-        yield
-    finally:
-        Float8Product.cast_before_gather = cast
-
-
 def train_both(rank, world_size, parallel, more):
     def run():
         engine = make_engine(parallel, **more)
@@ -83,19 +73,16 @@ def train_both(rank, world_size, parallel, more):
         return losses, close_whole(engine), "weights gathered in float8" in plan
 
     ours = run()
-    with wide():
+    with patch.object(Float8Product, "cast_before_gather", lambda self, model: {}):
         return ours, run()
 
 
 FSDP = {"strategy": "fsdp"}
+KEPT_BF16 = {"param_dtype": "bfloat16", "reshard_after_forward": False}
 PIPE = {"pipeline": {"size": 2, "microbatches": 2, "partition": ("blocks.1",), "schedule": "gpipe"}}
 CASES = {
     "plain": (2, {"data": FSDP}, {}),
-    "bf16, kept, accumulated": (
-        2,
-        {"data": FSDP | {"param_dtype": "bfloat16", "reshard_after_forward": False}},
-        {"gradient_accumulation": 2},
-    ),
+    "bf16, kept, accumulated": (2, {"data": FSDP | KEPT_BF16}, {"gradient_accumulation": 2}),
     "pipeline": (4, {"data": FSDP} | PIPE, {}),
 }
 
@@ -107,20 +94,6 @@ def test_the_same_bits_as_gathered_wide(name):
         assert (ours[2], theirs[2]) == (True, False)
         assert ours[0] == theirs[0]
         assert all(torch.equal(value, theirs[1][name]) for name, value in ours[1].items())
-
-
-class Gathered(TorchDispatchMode):
-    """Counts the bytes of gathered weights."""
-
-    def __init__(self):
-        super().__init__()
-        self.bytes = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func._schema.name.startswith("c10d::") and "allgather" in func._schema.name:
-            output = torch.utils._pytree.tree_leaves(args)[0]
-            self.bytes += output.numel() * output.element_size()
-        return func(*args, **(kwargs or {}))
 
 
 REST = sum(param.numel() for param in Net().parameters()) - FLOAT8
@@ -137,9 +110,9 @@ def gather_once(rank, world_size):
     for name, (options, recipe, _, _) in BYTES.items():
         engine = make_engine({"data": FSDP | options}, recipe=recipe)
         train(engine)
-        with Gathered() as gathered, torch.no_grad():
+        with patch.object(dist, ALL_GATHER, wraps=getattr(dist, ALL_GATHER)) as gather, torch.no_grad():
             engine(here(torch.zeros(1, dtype=torch.long)))
-        found[name] = gathered.bytes, str(engine.plan)
+        found[name] = sum(call.args[0].nbytes for call in gather.mock_calls), str(engine.plan)
         engine.close()
     return found
 

@@ -43,21 +43,11 @@ def twice(engine, rank, step):
 KEPT = {"reshard_after_forward": False}
 PROGRAMS = {
     "evaluation before the step": (evaluate, {}),
-    "gathered weights are kept": (evaluate, KEPT),
     "kept, and a forward before the step": (look_ahead, KEPT),
     "frozen and unfrozen": (freeze, {}),
     "two losses": (twice, {}),
 }
 """What happens between backward and step, and options of fsdp."""
-
-
-def loop(engine, rank, between, steps=4):
-    for step in range(steps):
-        engine.zero_grad()
-        x, y = batch(rank, step)
-        engine.backward(engine.criterion(engine(x), y))
-        between(engine, rank, step)
-        engine.step()
 
 
 def run(rank, world_size):
@@ -68,7 +58,12 @@ def run(rank, world_size):
         for strategy in ("zero1", "fsdp", "replicate"):
             data = {"strategy": strategy, **(options if strategy == "fsdp" else {})}
             engine = make_engine(data, sgd, model=Net())
-            loop(engine, rank, between)
+            for step in range(4):
+                engine.zero_grad()
+                x, y = batch(rank, step)
+                engine.backward(engine.criterion(engine(x), y))
+                between(engine, rank, step)
+                engine.step()
             assert all_equal(engine.model), name
             found[name][strategy] = close_whole(engine)
     for strategy, options in (("zero1", {}), ("fsdp", KEPT)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,13 +11,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import halfmesh
+from halfmesh.parallel.rng import CPU, RandomFork
 from tests.support.nano_gpt import CONTEXT, GPT, PLAN, WORDS
 from tests.support.ranks import here, rank_device, run_ranks
 from tests.support.tensor_parity import rng_state
 
 pytestmark = pytest.mark.distributed
 
-ROWS = 3
 SEQUENCES = {"transformer.h.0": "sequence_begin", "transformer.ln_f": "sequence_end", "*.h.*.ln_?": "sequence"}
 SEQUENCES |= {"*.h.*.attn": "region", "*.h.*.mlp": "region", "*.resid_dropout": "sequence", "*.mlp.dropout": "sequence"}
 
@@ -41,34 +42,25 @@ def make_engine(sequence: bool, part: str | None = None, **options: Any) -> half
 
 
 def ids() -> torch.Tensor:
-    return here(torch.randint(WORDS, (ROWS, CONTEXT), generator=torch.Generator().manual_seed(1)))
-
-
-def update(engine: halfmesh.Engine) -> None:
-    engine.backward(engine.criterion(engine(ids()), ids()))
-    engine.step()
+    return here(torch.randint(WORDS, (3, CONTEXT), generator=torch.Generator().manual_seed(1)))
 
 
 def masks(rank: int, world_size: int, sequence: bool) -> dict[str, torch.Tensor]:
     """What each dropout drops in two forwards, between which rank 1 draws numbers of its own."""
     found: dict[str, torch.Tensor] = {}
-    calls: list[int] = []
     engine = make_engine(sequence)
 
-    def note(name: str) -> Any:
-        def hook(module: nn.Module, args: Any, output: torch.Tensor) -> None:
-            if module.training:
-                found[f"{name} {len(calls)}"] = output == 0
-
-        return hook
+    def note(name: str, module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        if module.training:
+            found[f"{name} {engine.global_step}"] = output == 0
 
     for name, module in engine.model.named_modules():
         if isinstance(module, nn.Dropout):
-            module.register_forward_hook(note(name))
-    for call in range(2):
-        calls.append(call)
+            module.register_forward_hook(partial(note, name))
+    for _ in range(2):
         state = rng_state()
-        update(engine)
+        engine.backward(engine.criterion(engine(ids()), ids()))
+        engine.step()
         assert torch.equal(rng_state(), state), "outside as if the model had drawn nothing"
         if rank == 1:
             torch.rand(3, device=rank_device())
@@ -118,3 +110,23 @@ def test_activation_checkpointing_repeats_the_masks():
         for got in found:
             assert got[:2] == (losses, after)
             torch.testing.assert_close(got[2], grads, rtol=1e-5, atol=1e-6)
+
+
+def test_a_state_from_long_ago_still_shows_how_its_fork_goes_on():
+    """As a recomputation has it that begins inside a fork, with thousands of microbatches and layers after it."""
+    torch.manual_seed(7)
+    fork = RandomFork(3, CPU)
+    fork.open()
+    state = torch.get_rng_state()
+    found = []
+    for _ in range(2):
+        torch.set_rng_state(state)
+        assert fork.is_open
+        inside = float(torch.rand(()))
+        fork.close()
+        found.append((inside, float(torch.rand(()))))
+        for _ in range(5000):
+            fork.open()
+            fork.close()
+    assert found[0] == found[1]
+    assert not fork.is_open

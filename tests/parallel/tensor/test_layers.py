@@ -1,9 +1,12 @@
-"""Sharded layers: what they send for one input, inputs that they reject, and gradients of layers that stay whole."""
+"""Sharded layers: what they send for one input, inputs that they reject, gradients of layers that stay whole, and the
+model and its optimizer that are sharded in place."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,20 +14,19 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.parity.test_tensor import PROJECTIONS, SEQUENCE, Projections, sequences
-from tests.support.models import CLASSES, FEATURES, make_data, make_engine
-from tests.support.ranks import here, run_ranks
+from tests.support.models import CLASSES, FEATURES, MODES, make_data, make_engine, step_on
+from tests.support.ranks import run_ranks
 from tests.support.tensor_parity import divide, random, rejection
+from tests.support.whole import close_whole
 
 pytestmark = pytest.mark.distributed
 
 
 def sums(call: Callable[[], Any]) -> int:
     """How many all-reduces `call` starts."""
-    with pytest.MonkeyPatch.context() as patch:
-        calls, plain = [], dist.all_reduce
-        patch.setattr(dist, "all_reduce", lambda *args, **kwargs: calls.append(1) or plain(*args, **kwargs))
+    with patch.object(dist, "all_reduce", wraps=dist.all_reduce) as calls:
         call()
-    return len(calls)
+    return calls.call_count
 
 
 def shared_inputs(rank: int, world_size: int) -> list[int]:
@@ -67,18 +69,14 @@ def test_inputs_that_cannot_be_right_are_rejected_on_every_rank():
             assert words[case] in message, case
 
 
-# -- gradients of layers that stay whole -------------------------------------------------------------------------------
-
-
 class Net(nn.Module):
     """Sharded features go through a PReLU, whose one weight every rank has."""
 
-    def __init__(self, zero: bool = False) -> None:
+    def __init__(self, zero: bool = False, seed: int = 0) -> None:
         super().__init__()
-        torch.manual_seed(0)
-        self.norm = nn.LayerNorm(FEATURES)
+        torch.manual_seed(seed)
         self.up, self.act, self.down = nn.Linear(FEATURES, 16), nn.PReLU(), nn.Linear(16, FEATURES)
-        self.head = nn.Linear(FEATURES, CLASSES)
+        self.norm, self.head = nn.LayerNorm(FEATURES), nn.Linear(FEATURES, CLASSES)
         if zero:
             nn.init.zeros_(self.down.weight)
 
@@ -87,6 +85,7 @@ class Net(nn.Module):
 
 
 PAIR = {"up": "colwise", "down": "rowwise"}
+RIGHT = {**PAIR, "act": "partial", "head": "colwise_gather"}
 
 
 def start(plan: dict[str, str], model: nn.Module, **config: Any) -> Any:
@@ -94,10 +93,9 @@ def start(plan: dict[str, str], model: nn.Module, **config: Any) -> Any:
 
 
 def train(engine: Any, steps: int = 1) -> None:
-    x, y = here(make_data(8 * steps))
-    for a, b in zip(x.split(8), y.split(8), strict=True):
-        engine.backward(engine.criterion(engine(a), b))
-        engine.step()
+    x, y = make_data(8 * steps)
+    for batch in zip(x.split(8), y.split(8), strict=True):
+        step_on(engine, *batch)
 
 
 def wrong_plans(rank: int, world_size: int) -> dict[str, str]:
@@ -112,7 +110,7 @@ def wrong_plans(rank: int, world_size: int) -> dict[str, str]:
     engine = start(PAIR, Net(), **overflow)  # which says nothing of it
     train(engine)
     found["overflow at first"] = rejection(lambda: train(engine, 40))
-    found["summed"] = rejection(lambda: train(start({**PAIR, "act": "partial", "norm": "partial"}, Net())))
+    found["summed"] = rejection(lambda: train(start({**RIGHT, "norm": "partial"}, Net())))
     return found
 
 
@@ -121,3 +119,55 @@ def test_a_wrong_plan_is_rejected_with_the_first_gradient():
         assert "the plan sums the gradients of norm.weight, norm.bias, but they are the same" in found.pop("summed")
         for case, message in found.items():
             assert "InputError: the gradients of act.weight differ between the ranks of a tensor group" in message, case
+
+
+SPLITS = {"up.weight": 0, "up.bias": 0, "down.weight": 1, "head.weight": 0, "head.bias": 0}
+
+
+def part(name: str, whole: torch.Tensor, rank: int) -> torch.Tensor:
+    """What a rank of two holds of a parameter."""
+    return whole.chunk(2, SPLITS[name])[rank] if name in SPLITS else whole
+
+
+def in_place(rank: int, world_size: int) -> None:
+    """A model and an optimizer with state, sharded between two updates; then state dicts of the whole and of parts."""
+    model = Net()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    x, y = make_data(8)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+    step(model, optimizer)
+    alone = copy.deepcopy((model, optimizer))
+    params = dict(model.named_parameters())
+    engine = make_engine({"parallel": {"tensor": {"size": 2, "plan": RIGHT}}}, model=model, optimizer=optimizer)
+    for (name, param), state in zip(params.items(), alone[1].state.values(), strict=True):
+        assert param is model.get_parameter(name), "the same objects"
+        for key, value in state.items():
+            assert torch.equal(optimizer.state[param][key].cpu(), part(name, value, rank) if value.dim() else value)
+    step_on(engine, x, y)
+    step(*alone)
+    torch.testing.assert_close(close_whole(engine), dict(alone[0].state_dict()), rtol=1e-5, atol=1e-6)
+
+    for mode in ("none", "naive_bf16"):
+        engine = start(RIGHT, Net(), **MODES[mode])
+        whole = Net(seed=3).state_dict()
+        kept = copy.deepcopy(whole)
+        engine.model.load_state_dict(whole)
+        assert all(torch.equal(whole[name], value) for name, value in kept.items()), "what is loaded stays"
+        local = {name: value.clone() for name, value in engine.model.state_dict().items()}
+        assert all(torch.equal(local[name], part(name, value, rank).to(local[name])) for name, value in whole.items())
+        engine.model.load_state_dict(Net(seed=4).state_dict())
+        engine.model.load_state_dict(local)
+        assert all(torch.equal(value, local[name]) for name, value in engine.model.state_dict().items())
+        assigned = rejection(lambda e=engine: e.model.load_state_dict(Net().state_dict(), assign=True))
+        assert assigned.startswith("InputError: load_state_dict: assign=True would replace"), assigned
+        engine.model.load_state_dict(whole)
+        assert torch.equal(close_whole(engine)["down.weight"], whole["down.weight"]), "in full precision"
+
+
+def test_a_model_and_its_optimizer_are_sharded_in_place_and_take_states_of_the_whole():
+    run_ranks(in_place, 2)

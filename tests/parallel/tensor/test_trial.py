@@ -164,12 +164,10 @@ def test_with_what_changes_the_forward():
             assert right == "no error", (way, right)
 
 
-LAYOUTS = {"pipeline": {"pipeline": {"size": 2, "microbatches": 2}}, "fsdp": {"data": "fsdp"}}
-
-
 def layouts(rank: int, world_size: int) -> list[str]:
-    """A wrong block in one stage only, and with data ranks that shard weights."""
-    return [rejection(lambda p=p: learn(start(row(Softmaxed, Pair, Pair), PAIR, **p))) for p in LAYOUTS.values()]
+    """What is said of a wrong block: in one stage only, and where data ranks shard weights."""
+    axes = {"pipeline": {"size": 2, "microbatches": 2}}, {"data": "fsdp"}
+    return [rejection(lambda a=a: learn(start(row(Softmaxed, Pair, Pair), PAIR, **a))) for a in axes]
 
 
 @pytest.mark.sends
