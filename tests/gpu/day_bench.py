@@ -77,16 +77,6 @@ def bench_compiled(page: Page, mode: str = "default") -> None:
     bench(page, cases_of(page, ["124 M"], ["NAIVE bf16", "TORCH bf16"], how))
 
 
-def bench_graphs(page: Page) -> None:
-    """Beside it, that accumulation is rejected, whose gradients the next graph would overwrite."""
-    from halfmesh.compat import check
-    from halfmesh.config.load import load_config
-
-    bench_compiled(page, "reduce-overhead")
-    if not check(load_config({"compile": {"mode": "reduce-overhead"}, "gradient_accumulation": 2}), 1):
-        page.fail("reduce-overhead with gradient_accumulation=2 is not rejected")
-
-
 def bench_float8(page: Page) -> None:
     if find_spec("torchao") is None:
         page.columns = gpu.COLUMNS

@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from halfmesh.amp.float8 import Float8Product, has_float8
-
 if TYPE_CHECKING:
     from .day import Page
 
@@ -32,11 +30,8 @@ FREE, DISK = 64, 8
 def find_what_is_unfit(page: Page) -> None:
     page.columns = ["check", "result"]
     checks: dict[str, Callable[[], Sequence[Any]]] = {
-        "versions": versions,
-        "packages": packages,
+        "versions and packages": packages,
         "memory and disk": partial(memory, page),
-        "a product in bf16": partial(product, page.device),
-        "products in float8": partial(float8_products, page.device),
     }
     for name, check in checks.items():
         page.case(name, check)
@@ -51,16 +46,11 @@ def find_what_is_unfit(page: Page) -> None:
         page.add(f"verify: {cell.row}, {cell}", f"{result}, {seconds:.1f} s")
 
 
-def versions() -> Sequence[Any]:
-    found = {"Python": platform.python_version(), "torch": torch.__version__, "CUDA": torch.version.cuda}
-    if torch.cuda.is_available() and hasattr(torch.cuda, "nccl"):
-        found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+def packages() -> Sequence[Any]:
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else "-"
+    found = f"Python {platform.python_version()}, torch {torch.__version__}, CUDA {torch.version.cuda}, NCCL {nccl}"
     if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11) or sys.version_info < (3, 11):
         raise RuntimeError(f"{found}: too old")
-    return [", ".join(f"{name} {text}" for name, text in found.items())]
-
-
-def packages() -> Sequence[Any]:
     for name in NEEDED:
         try:
             importlib.import_module(name)
@@ -69,7 +59,7 @@ def packages() -> Sequence[Any]:
     missing = [name for name in OPTIONAL if find_spec(name) is None]
     if not any(map(shutil.which, (os.environ.get("CXX", "g++"), "cc", "clang"))):
         missing.append("a C++ compiler")
-    return [f"pydantic {version('pydantic')}; not here: {', '.join(missing) or 'nothing'}"]
+    return [f"{found}, pydantic {version('pydantic')}; not here: {', '.join(missing) or 'nothing'}"]
 
 
 def memory(page: Page) -> Sequence[Any]:
@@ -81,35 +71,3 @@ def memory(page: Page) -> Sequence[Any]:
     if free < min(FREE, 0.9 * total) or disk < DISK:
         raise RuntimeError(f"{text} are free: is something else running here?")
     return [text]
-
-
-def product(device: torch.device) -> Sequence[Any]:
-    a, b = (torch.randn(512, 512, device=device).bfloat16() for _ in range(2))
-    return [_difference(torch.matmul(a, b), torch.matmul(a.cpu().double(), b.cpu().double()), 0.01)]
-
-
-def float8_products(device: torch.device) -> Sequence[Any]:
-    if find_spec("torchao") is None or (device.type == "cuda" and not has_float8(device)):
-        return ["left out: it needs torchao, and a GPU that has float8"]
-    found = {scaling: float8_product(device, scaling, 24) for scaling in ("tensorwise", "rowwise")}
-    return ["; ".join(f"{scaling} {', '.join(differences)}" for scaling, differences in found.items())]
-
-
-def float8_product(device: torch.device, scaling: Any, rows: int) -> list[str]:
-    """The differences of a layer's output and gradients from the same product in fp32. Raises RuntimeError if one is
-    more than rounding."""
-    x, weight = (torch.randn(size, 64, device=device).bfloat16().requires_grad_() for size in (rows, 128))
-    results = []
-    for emulate in ("auto", True):
-        output = Float8Product(scaling, emulate)(x, weight)
-        results.append([output, *torch.autograd.grad(output.float().square().sum(), [x, weight])])
-    return [_difference(mine, other, 0.02) for mine, other in zip(*results, strict=True)]
-
-
-def _difference(found: torch.Tensor, expected: torch.Tensor, most: float) -> str:
-    """Relative, in norm. Raises RuntimeError if it is more than `most`, or no number."""
-    found, expected = found.detach().cpu().double(), expected.detach().cpu().double()
-    difference = ((found - expected).norm() / expected.norm()).item()
-    if not difference <= most:
-        raise RuntimeError(f"a relative difference of {difference:.2g}, and at most {most:g} by rounding")
-    return f"{difference:.1e}"

@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-import halfmesh
-from tests.gpu.test_on_gpu import ALL_MODES, FLOAT8
-from tests.support.models import MLP, MODES, adamw, full_weights, make_loader, sgd
+from tests.gpu.test_on_gpu import ALL_MODES, FLOAT8, make_gpu_engine
+from tests.support.models import MODES, adamw, full_weights, make_loader, sgd
 
 pytestmark = [
     pytest.mark.gpu,
@@ -34,7 +33,7 @@ def test_replays_are_updates(mode, optimizer):
     batches = [batch for _ in range(2) for batch in make_loader(40)]
 
     def run(captured):
-        engine = halfmesh.initialize(MLP(), lambda p: optimizer(p), nn.CrossEntropyLoss(), None, config, device="cuda")
+        engine = make_gpu_engine(config, lambda p: optimizer(p))
         x, y = (tensor.cuda() for tensor in batches[0])
         factor = torch.ones((), device="cuda")
         scales = []
@@ -49,14 +48,14 @@ def test_replays_are_updates(mode, optimizer):
             x.copy_(inputs)
             y.copy_(targets)
             factor.fill_(math.inf if number == 6 and "fp16" in mode else 1.0)
-            if not captured or number < 3:
-                step()
-            else:
-                if number == 3:
-                    torch.cuda.synchronize()
-                    with torch.cuda.graph(graph):  # runs nothing yet
-                        step()
+            if captured and number == 3:
+                torch.cuda.synchronize()
+                with torch.cuda.graph(graph):  # runs nothing yet
+                    step()
+            if captured and number >= 3:
                 graph.replay()
+            else:
+                step()
             scales.append(engine.loss_scale)
         return full_weights(engine), scales, engine.skipped_steps
 
@@ -65,13 +64,9 @@ def test_replays_are_updates(mode, optimizer):
     torch.testing.assert_close(ours[0], theirs[0], rtol=1e-5, atol=1e-6)
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(16, 16)
-
+class Block(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + nn.functional.gelu(self.layer(x))
+        return x + nn.functional.gelu(super().forward(x))
 
 
 @pytest.mark.parametrize(
@@ -86,15 +81,13 @@ class Block(nn.Module):
 def test_compiled_code_in_graphs_trains_and_evaluates_as_without(config):
     from torch._dynamo.utils import counters
 
-    batches = list(make_loader(40))
-
     def run(mode):
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(8, 16), *(Block() for _ in range(3)), nn.Linear(16, 4))
+        model = nn.Sequential(nn.Linear(8, 16), *(Block(16, 16) for _ in range(3)), nn.Linear(16, 4))
         keys = config | {"compile": config["compile"] | {"mode": mode}, "clip_grad_norm": 0.5}
-        engine = halfmesh.initialize(model, adamw, nn.CrossEntropyLoss(), None, keys, device="cuda")
+        engine = make_gpu_engine(keys, adamw, model, make_loader(40))
         losses = []
-        for x, y in [(x.cuda(), y.cuda()) for _ in range(2) for x, y in batches]:
+        for x, y in [batch for _ in range(2) for batch in engine.dataloader]:
             engine.zero_grad()
             loss = engine.criterion(engine(x), y)
             engine.backward(loss)
