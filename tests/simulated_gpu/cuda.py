@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import types
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -28,7 +27,14 @@ device_: Any
 _OPERATIONS = torch.library.Library("aten", "IMPL")
 
 
-def index_of(device: Any = None) -> int:
+def yes(*_, **__):
+    return True
+
+
+def nothing(*_, **__): ...
+
+
+def index_of(device=None):
     if device is None or isinstance(device, int):
         return device_.current() if device is None else device
     index = torch.device(device).index
@@ -36,27 +42,21 @@ def index_of(device: Any = None) -> int:
 
 
 class Stream:
-    def __init__(self, device: Any = None, **_: Any) -> None:
+    wait_stream = wait_event = synchronize = nothing
+    query = yes
+
+    def __init__(self, device=None, **_):
         self.device = torch.device("cuda", index_of(device))
         self.cuda_stream = self.stream_id = 0
 
-    def __eq__(self, other: object) -> bool:
+    def __eq__(self, other):
         return isinstance(other, Stream)
 
-    def __hash__(self) -> int:
+    def __hash__(self):
         return 0
 
-    def wait_stream(self, other: Stream) -> None: ...
-
-    def wait_event(self, event: Event) -> None: ...
-
-    def record_event(self, event: Event | None = None) -> Event:
+    def record_event(self, event=None):
         return event or Event()
-
-    def synchronize(self) -> None: ...
-
-    def query(self) -> bool:
-        return True
 
 
 class Event:
@@ -65,68 +65,61 @@ class Event:
 
     waits = 0
     """How often the host has waited for the device."""
+    wait = nothing
 
-    def __init__(self, *_: Any, **__: Any) -> None:
+    def __init__(self, *_, **__):
+        self.record()
+
+    def record(self, stream=None):
         self.is_over, self.begun = False, Event.waits
 
-    def record(self, stream: Stream | None = None) -> None:
-        self.is_over, self.begun = False, Event.waits
-
-    def wait(self, stream: Stream | None = None) -> None: ...
-
-    def query(self) -> bool:
+    def query(self):
         was_over, self.is_over = self.is_over or self.begun < Event.waits, True
         return was_over
 
-    def synchronize(self) -> None:
+    def synchronize(self):
         self.is_over = True
 
-    def elapsed_time(self, other: Event) -> float:
+    def elapsed_time(self, other):
         return 1.0
 
 
-def synchronize(device: Any = None) -> None:
+def synchronize(device=None):
     Event.waits += 1
 
 
 class Device:
-    def __init__(self, given: Any) -> None:
+    def __init__(self, given):
         self.idx = index_of(given)
 
-    def __enter__(self) -> None:
+    def __enter__(self):
         self.before = device_.current()
         device_.set_current(self.idx)
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         device_.set_current(self.before)
 
 
-@contextlib.contextmanager
-def stream(_: Stream | None) -> Iterator[None]:
-    yield
+def generator(device=None):
+    return device_.default_generator(index_of(device))
 
 
-def generators() -> tuple[torch.Generator, ...]:
-    return tuple(device_.default_generator(index) for index in range(device_.DEVICES))
+def generators():
+    return tuple(map(generator, range(device_.DEVICES)))
 
 
-def manual_seed_all(seed: int) -> None:
-    for generator in generators():
-        generator.manual_seed(seed)
+def manual_seed_all(seed):
+    for one in generators():
+        one.manual_seed(seed)
 
 
-def replacements() -> dict[str, Any]:
-    one, no = lambda *_, **__: True, lambda *_, **__: None
+def replacements():
     properties = types.SimpleNamespace(
         name="simulated", total_memory=80 << 30, major=8, minor=0, multi_processor_count=1
     )
-
-    def generator(device: Any = None) -> torch.Generator:
-        return device_.default_generator(index_of(device))
-
     return {
-        **dict.fromkeys(("is_available", "_is_compiled", "is_initialized", "is_bf16_supported"), one),
-        **dict.fromkeys(("init", "_lazy_init", "set_stream", "empty_cache", "seed_all"), no),
+        **dict.fromkeys(("is_available", "_is_compiled", "is_initialized", "is_bf16_supported"), yes),
+        **dict.fromkeys(("init", "_lazy_init", "set_stream", "empty_cache", "seed_all"), nothing),
         **dict.fromkeys(("current_stream", "default_stream"), lambda device=None: Stream(device)),
         **dict.fromkeys(("memory_allocated", "memory_reserved"), lambda device=None: device_.held()),
         **dict.fromkeys(("max_memory_allocated", "max_memory_reserved"), lambda device=None: device_.peak()),
@@ -134,7 +127,7 @@ def replacements() -> dict[str, Any]:
         "synchronize": synchronize,
         "Stream": Stream,
         "Event": Event,
-        "stream": stream,
+        "stream": lambda stream: contextlib.nullcontext(),
         "device": Device,
         "device_count": lambda: device_.DEVICES,
         "current_device": lambda: device_.current(),
@@ -156,12 +149,10 @@ def replacements() -> dict[str, Any]:
     }
 
 
-def install(library: str) -> None:
+def install(library):
     """Replace what in torch talks to a GPU."""
     global device_
     spec = importlib.util.spec_from_file_location("simulated_gpu", library)
-    assert spec is not None, library
-    assert spec.loader is not None
     device_ = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(device_)
 
@@ -170,27 +161,27 @@ def install(library: str) -> None:
             if module is torch.cuda or hasattr(module, name):
                 setattr(module, name, value)
     torch.cuda._initialized = True
-    torch.cuda.default_generators = generators()  # type: ignore[assignment]
+    torch.cuda.default_generators = generators()
     torch.cuda.nccl.version = lambda: (2, 0, 0)  # for torch's log of errors
-    torch._C._cuda_sleep = lambda cycles: None  # type: ignore[attr-defined]
-    torch.Tensor.record_stream = lambda tensor, stream: None  # type: ignore[method-assign,assignment]
-    torch.Tensor.pin_memory = lambda tensor, *_, **__: tensor  # type: ignore[method-assign,assignment]
+    torch._C._cuda_sleep = lambda cycles: None
+    torch.Tensor.record_stream = lambda tensor, stream: None
+    torch.Tensor.pin_memory = lambda tensor, *_, **__: tensor
     resize = torch.UntypedStorage.resize_
 
-    def resize_(storage: Any, size: int) -> Any:
+    def resize_(storage, size):
         if storage.device.type != "cuda":
             return resize(storage, size)
         device_.resize(storage, size)
         return storage
 
-    def to(storage: Any, device: Any, non_blocking: bool = False) -> Any:
+    def to(storage, device, non_blocking=False):
         size = storage.nbytes()
         held = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (size,), (1,))
         return torch.empty(size, dtype=torch.uint8, device=device).copy_(held).untyped_storage()
 
-    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign]
-    torch.UntypedStorage.clone = lambda storage: to(storage, storage.device)  # type: ignore[method-assign]
-    torch.storage._to = to  # type: ignore[attr-defined]
+    torch.UntypedStorage.resize_ = resize_
+    torch.UntypedStorage.clone = lambda storage: to(storage, storage.device)
+    torch.storage._to = to
     # A GPU's kernels for attention do not go by way of fp32.
     torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
     kernels = {"gru.input": "gru_impl", "gru.data": "gru_impl_data", "lstm.input": "lstm_impl"}

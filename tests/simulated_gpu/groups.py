@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,22 +15,22 @@ CALLS = "all_reduce broadcast all_gather all_gather_into_tensor reduce_scatter r
 CALLS += "scatter all_to_all all_to_all_single"
 PAIRS = "send recv isend irecv"
 BOTH = "cpu:gloo,cuda:gloo"
-ON_DEVICES: set[str] = set()
+ON_DEVICES = set()
 """Names of groups that take no tensors of the host."""
 
 
-def is_nccl(group: Any = None) -> bool:
+def is_nccl(group=None):
     return getattr(group or dist.group.WORLD, "group_name", None) in ON_DEVICES
 
 
-def replace(name: str, make: Callable[[Any], Any]) -> None:
+def replace(name, make):
     value = make(getattr(distributed_c10d, name))
     for module in (distributed_c10d, dist):
         setattr(module, name, value)
 
 
-def init(original: Any) -> Any:
-    def init_process_group(backend: str | None = None, *args: Any, device_id: Any = None, **kwargs: Any) -> None:
+def init(original):
+    def init_process_group(backend=None, *args, device_id=None, **kwargs):
         ON_DEVICES.clear()  # names are used again
         original(BOTH if backend is None or "nccl" in backend else backend, *args, **kwargs)
         if backend in (None, "nccl") and dist.group.WORLD is not None:
@@ -41,9 +39,8 @@ def init(original: Any) -> Any:
     return init_process_group
 
 
-def new(original: Any) -> Any:
-    def new_group(ranks: Any = None, timeout: Any = None, backend: str | None = None, *args: Any, **kwargs: Any) -> Any:
-        kwargs.pop("device_id", None)
+def new(original):
+    def new_group(ranks=None, timeout=None, backend=None, *args, device_id=None, **kwargs):
         as_nccl = backend == "nccl" or (backend is None and is_nccl())
         made = original(ranks, timeout, BOTH if as_nccl else backend, *args, **kwargs)
         if as_nccl and isinstance(made, dist.ProcessGroup):
@@ -53,19 +50,20 @@ def new(original: Any) -> Any:
     return new_group
 
 
-def checked(original: Any) -> Any:
+def checked(original):
     signature = inspect.signature(original)
 
     @functools.wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args, **kwargs):
         bound = signature.bind(*args, **kwargs)
         given = bound.arguments
         devices = {leaf.device.type for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor)}
-        if is_nccl(given.get("group")) and "cpu" in devices:
+        as_nccl = is_nccl(given.get("group"))
+        if as_nccl and "cpu" in devices:
             raise RuntimeError(f"No backend type associated with device type cpu ({original.__name__})")
-        if not is_nccl(given.get("group")) and "cuda" in devices and original.__name__ in PAIRS.split():
+        if not as_nccl and "cuda" in devices and original.__name__ in PAIRS.split():
             raise RuntimeError(f"gloo sends no CUDA tensors from one rank to another ({original.__name__})")
-        if is_nccl(given.get("group")) and given.get("op") == dist.ReduceOp.AVG and "input_list" not in given:
+        if as_nccl and given.get("op") == dist.ReduceOp.AVG and "input_list" not in given:
             share = 1 / dist.get_world_size(given.get("group"))  # NCCL multiplies before it sums; gloo divides after
             if "input" in given:
                 given["input"] = given["input"] * share
@@ -77,13 +75,13 @@ def checked(original: Any) -> Any:
     return call
 
 
-def install() -> None:
+def install():
     """Replace what in torch.distributed would look for NCCL."""
     replace("init_process_group", init)
     replace("new_group", new)
     replace("is_nccl_available", lambda _: lambda: True)
     replace("get_backend", lambda original: lambda group=None: "nccl" if is_nccl(group) else original(group))
-    distributed_c10d._get_object_coll_device = lambda group=None: (  # type: ignore[assignment]
+    distributed_c10d._get_object_coll_device = lambda group=None: (
         torch.device("cuda", torch.cuda.current_device()) if is_nccl(group) else "cpu"
     )
     for name in f"{CALLS} {PAIRS}".split():
