@@ -1,30 +1,18 @@
-"""The bytes that are announced before a run are those that are there in it."""
+"""The bytes that are announced before a run are those that are there in it; what is kept in memory, and until when."""
 
 from __future__ import annotations
+
+import weakref
 
 import pytest
 import torch
 from torch import optim
 
+import halfmesh
 from halfmesh.engine.summary import parse_bytes, state_bytes
 from halfmesh.errors import InputError
-from tests.support.models import BF16_NAIVE, FP16_TORCH, MLP, make_engine, train
-
-OPTIMIZERS = {
-    "sgd": lambda p: optim.SGD(p, lr=0.1),
-    "momentum": lambda p: optim.SGD(p, lr=0.1, momentum=0.9),
-    "adam": optim.Adam,
-    "amsgrad": lambda p: optim.AdamW(p, amsgrad=True),
-    "adagrad": optim.Adagrad,
-    "rmsprop": lambda p: optim.RMSprop(p, momentum=0.9, centered=True),
-    "adadelta": optim.Adadelta,
-    "nadam": optim.NAdam,
-    "radam": optim.RAdam,
-    "adamax": optim.Adamax,
-    "rprop": optim.Rprop,
-    "asgd": optim.ASGD,
-}
-
+from tests.support.models import BF16_NAIVE, FP16_TORCH, MLP, linear_engine, make_engine, train
+from tests.support.updates import OPTIMIZERS
 
 CASES = [(name, {}) for name in OPTIMIZERS] + [("adam", FP16_TORCH), ("adam", BF16_NAIVE)]
 
@@ -43,13 +31,8 @@ def test_bytes_are_counted_right(name, config):
     assert expected.optimizer == sum(t.numel() * t.element_size() for t in state)
     numel = sum(p.numel() for p in model.parameters())
     assert expected.gradients == numel * (2 + 4 if config is BF16_NAIVE else 4)  # a small model is one part of a stream
-
-
-def test_reduced_gradients_are_held_in_the_reductions_dtype():
-    engine = make_engine(BF16_NAIVE)
-    numel = sum(p.numel() for p in engine.model.parameters())
-    assert state_bytes(engine.model, engine._update, torch.float32).gradients == 4 * numel
-    assert state_bytes(engine.model, engine._update, torch.bfloat16).gradients == 2 * numel
+    for dtype, size in ((torch.float32, 4), (torch.bfloat16, 2)) if config is BF16_NAIVE else ():
+        assert state_bytes(model, update, dtype).gradients == size * numel, "reduced ones, in the reduction's dtype"
 
 
 def test_an_optimizer_that_nobody_knows():
@@ -60,15 +43,36 @@ def test_an_optimizer_that_nobody_knows():
     assert state_bytes(engine.model, engine._update).optimizer is None
 
 
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [("80GB", 80 * 10**9), ("80 GiB", 80 * 2**30), ("80e9", 80 * 10**9), ("1.5tib", 1.5 * 2**40), ("512B", 512)],
-)
-def test_amounts_of_memory(text, size):
-    assert parse_bytes(text) == size
+def test_amounts_of_memory():
+    sizes = {"80GB": 80 * 10**9, "80 GiB": 80 * 2**30, "80e9": 80 * 10**9, "1.5tib": 1.5 * 2**40, "512B": 512}
+    assert {text: parse_bytes(text) for text in sizes} == sizes
+    for text in ("80GBB", "-3GB"):
+        with pytest.raises(InputError, match="is not an amount of memory; write 80GB"):
+            parse_bytes(text)
 
 
-@pytest.mark.parametrize("text", ["80GBB", "-3GB"])
-def test_what_is_no_amount_of_memory(text):
-    with pytest.raises(InputError, match="is not an amount of memory; write 80GB"):
-        parse_bytes(text)
+def test_memory_of_gradients_is_kept_until_the_next_step():
+    """As in a loop by hand: given back between two steps, it would go to the system and come back page by page."""
+    engine = make_engine()
+    x, y = next(iter(engine.dataloader))
+    engine.backward(engine.criterion(engine(x), y))
+    grads = [weakref.ref(param.grad) for param in engine.model.parameters()]
+    engine.step()
+    assert all(param.grad is None for param in engine.model.parameters())
+    assert all(grad() is not None for grad in grads)
+    engine.zero_grad()
+    assert all(grad() is None for grad in grads)
+
+
+def test_an_output_is_gone_when_the_next_one_is_made():
+    outputs, alive = [], []
+
+    def compute(engine, batch):
+        alive.append([output() is not None for output in outputs[-1:]])
+        outcome = halfmesh.compute_batch(engine, batch)
+        outputs.append(weakref.ref(outcome.output))
+        return outcome
+
+    engine = linear_engine({"bf16": {"mode": "torch"}}, samples=12, evaluated=0)
+    halfmesh.Trainer(engine, compute=compute).fit(epochs=1)
+    assert alive == [[], [False], [False]]

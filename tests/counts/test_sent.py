@@ -80,72 +80,64 @@ def sent_in_an_update(rank: int, world_size: int, config: Any) -> dict[str, tupl
     return dict(sent.found)
 
 
-def fsdp(gathers: int, reduced: str = "float32") -> dict[str, tuple[int, int]]:
-    """Blocks are gathered before a forward, and again before its backward unless they are kept."""
-    return {
-        "all_gather bfloat16": (gathers, gathers * OF_A_BLOCK),
-        f"reduce_scatter {reduced}": (BLOCKS, NUMBERS),
-        **FLAGS,
-        **NORM,
-    }
-
-
 FLAGS = {"all_reduce float32": (1, TENSORS)}
 """Which parameters have a gradient on some rank."""
 BF16 = CLIPPED | {"bf16": {"mode": "naive"}}
+
+
+def fsdp(gathers: int, reduced: str = "float32") -> dict[str, tuple[int, int]]:
+    """Blocks are gathered before a forward, and again before its backward unless they are kept."""
+    gathered = {"all_gather bfloat16": (gathers, gathers * OF_A_BLOCK)}
+    return {**gathered, f"reduce_scatter {reduced}": (BLOCKS, NUMBERS), **FLAGS, **NORM}
+
+
+def data(strategy: str, **keys: Any) -> dict[str, Any]:
+    return {"parallel": {"data": {"strategy": strategy, **keys}}}
+
+
+def pipeline(dtype: str) -> dict[str, tuple[int, int]]:
+    """Of two batches: half an activation for each microbatch, and the loss with its sum."""
+    return {f"send {dtype}": (4, 4 * ACTIVATION // 2), "broadcast float64": (2, 4), **NORM}
+
+
+AUTOCAST = CLIPPED | {"bf16": {"mode": "torch"}}
+OF_TENSOR, OF_FP16 = 2 * (2 * BLOCKS - 1), BLOCKS - 1
 ROWS: dict[str, tuple[dict[str, Any], dict[str, tuple[int, int]]]] = {
     "replicate": (CLIPPED, {"all_reduce float32": (1, NUMBERS + TENSORS), **NORM}),
-    "replicate, not clipped": ({}, {"all_reduce float32": (1, NUMBERS + TENSORS)}),
-    "replicate, reduced in bf16": (
-        {"parallel": {"data": {"reduce_dtype": "bfloat16"}}},
+    "replicate, reduced in bf16, not clipped": (
+        data("replicate", reduce_dtype="bfloat16"),
         {"all_reduce bfloat16": (1, NUMBERS + TENSORS)},
     ),
     "zero1": (
-        CLIPPED | {"parallel": {"data": "zero1"}},
+        CLIPPED | data("zero1"),
         {"reduce_scatter float32": (1, PADDED), "all_gather float32": (1, PADDED), **FLAGS, **NORM},
     ),
-    "fsdp": (BF16 | {"parallel": {"data": "fsdp"}}, fsdp(4 * BLOCKS)),
-    "fsdp, kept": (
-        BF16 | {"parallel": {"data": {"strategy": "fsdp", "reshard_after_forward": False}}},
-        fsdp(2 * BLOCKS),
-    ),
-    "fsdp, reduced in bf16": (
-        BF16 | {"parallel": {"data": {"strategy": "fsdp", "reduce_dtype": "bfloat16"}}},
+    "fsdp": (BF16 | data("fsdp"), fsdp(4 * BLOCKS)),
+    "fsdp, kept": (BF16 | data("fsdp", reshard_after_forward=False), fsdp(2 * BLOCKS)),
+    "fsdp, prefetched, reduced in bf16": (
+        BF16 | data("fsdp", prefetch=2, reduce_dtype="bfloat16"),
         fsdp(4 * BLOCKS, "bfloat16"),
     ),
-    "fsdp, prefetched": (BF16 | {"parallel": {"data": {"strategy": "fsdp", "prefetch": 2}}}, fsdp(4 * BLOCKS)),
     "tensor": (
         CLIPPED | {"parallel": TENSOR},
         # an output of each block, and the gradient of each input but the first, in two batches
-        {"all_reduce float32": (2 * (2 * BLOCKS - 1), 2 * (2 * BLOCKS - 1) * ACTIVATION), **NORM},
+        {"all_reduce float32": (OF_TENSOR, OF_TENSOR * ACTIVATION), **NORM},
     ),
     "tensor, autocast": (
         # sums of products in fp16; a residual's gradient is in fp32
         {"fp16": {"mode": "torch"}, "clip_grad_norm": 1.0, "parallel": TENSOR},
         {
             "all_reduce float16": (BLOCKS, BLOCKS * ACTIVATION),
-            "all_reduce float32": (BLOCKS - 1, (BLOCKS - 1) * ACTIVATION),
+            "all_reduce float32": (OF_FP16, OF_FP16 * ACTIVATION),
             **NORM,
         },
     ),
-    "pipeline, bf16": (
-        BF16 | {"parallel": PIPELINE},
-        {"send bfloat16": (4, 4 * ACTIVATION // 2), "broadcast float64": (2, 4), **NORM},
-    ),
-    "pipeline, autocast": (
-        # a residual is in fp32
-        CLIPPED | {"bf16": {"mode": "torch"}, "parallel": PIPELINE},
-        {"send float32": (4, 4 * ACTIVATION // 2), "broadcast float64": (2, 4), **NORM},
-    ),
+    "pipeline, bf16": (BF16 | {"parallel": PIPELINE}, pipeline("bfloat16")),
+    # a residual is in fp32
+    "pipeline, autocast": (AUTOCAST | {"parallel": PIPELINE}, pipeline("float32")),
     "pipeline, autocast, sent in its dtype": (
-        CLIPPED
-        | {"bf16": {"mode": "torch"}, "parallel": {"pipeline": PIPELINE["pipeline"] | {"send_dtype": "compute"}}},
-        {"send bfloat16": (4, 4 * ACTIVATION // 2), "broadcast float64": (2, 4), **NORM},
-    ),
-    "pipeline": (
-        CLIPPED | {"parallel": PIPELINE},
-        # of two batches: half an activation for each microbatch, and the loss with its sum
-        {"send float32": (4, 4 * ACTIVATION // 2), "broadcast float64": (2, 4), **NORM},
+        AUTOCAST | {"parallel": {"pipeline": PIPELINE["pipeline"] | {"send_dtype": "compute"}}},
+        pipeline("bfloat16"),
     ),
 }
 

@@ -31,8 +31,6 @@ OPTIMIZERS = {
     "asgd": lambda params: optim.ASGD(params, lr=0.05),
     "rprop": lambda params: optim.Rprop(params, lr=0.01),
 }
-
-
 DYNAMIC = LossScale(initial=1024.0, growth_interval=2)
 
 
@@ -91,17 +89,3 @@ def by_hand(make_optimizer, steps, max_norm: float = 0.0) -> tuple[list[nn.Param
 def assert_close(actual, expected, rtol: float = 2e-6, atol: float = 2e-6) -> None:
     for a, b in zip(actual, expected, strict=True):
         torch.testing.assert_close(a.detach(), b.detach(), rtol=rtol, atol=atol)
-
-
-class CountReads(torch.utils._python_dispatch.TorchDispatchMode):
-    """Counts reads of device scalars by the host."""
-
-    def __init__(self):
-        super().__init__()
-        self.reads = 0
-        self.ops = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.reads += func is torch.ops.aten._local_scalar_dense.default
-        self.ops.append(str(func))
-        return func(*args, **(kwargs or {}))
