@@ -13,10 +13,6 @@ from halfmesh.dry_run.candidates import (
     make_layouts,
     recomputations,
 )
-from halfmesh.options import Options
-from halfmesh.parallel.axis import Axis
-from halfmesh.parallel.data_strategy import DataStrategy
-from halfmesh.parallel.registries import AXES, DATA_STRATEGIES
 
 
 def ask(world_size=8, node=8, **config):
@@ -65,6 +61,14 @@ def test_what_a_config_has_stays():
     assert [list(recomputations(load_config(config))) for config in kinds] == [["selective", "full"], ["full"], []]
 
 
+def test_what_does_not_compose_is_rejected():
+    asked = ask(fp16={"mode": "apex"})
+    candidate = make_candidate(asked, describe_update(asked.config, 8, 4), ("parallel.tensor.size=2",), "", 4)
+    assert candidate.rejected.startswith("apex fp16 x tensor: ")
+    with pytest.raises(IncompatibleConfigError, match=r"config on 3 ranks, regardless of memory:\n.* .*tensor=2"):
+        ask(3, parallel={"tensor": 2})
+
+
 @pytest.mark.parametrize(
     ("config", "changes", "at_once", "rows", "passes", "more"),
     [
@@ -85,42 +89,3 @@ def test_an_update_has_the_same_rows(config, changes, at_once, rows, passes, mor
     assert (candidate.rows, candidate.passes) == (rows, passes)
     assert candidate.changes == (*changes, "activation_checkpoint=full", *more)
     assert candidate.config == load_config(asked.config, candidate.changes)  # what is printed after --set
-
-
-def test_what_does_not_compose_is_rejected():
-    asked = ask(fp16={"mode": "apex"})
-    candidate = make_candidate(asked, describe_update(asked.config, 8, 4), ("parallel.tensor.size=2",), "", 4)
-    assert candidate.rejected.startswith("apex fp16 x tensor: ")
-
-
-def test_an_axis_and_a_strategy_of_others_are_candidates():
-    class WideOptions(Options):
-        size: int = 1
-
-    class Wide(Axis):
-        dim, options = "wd", WideOptions
-
-    class Owned(DataStrategy):
-        shards_state = True
-
-    AXES.register("wide", Wide)
-    DATA_STRATEGIES.register("owned", Owned)
-    try:
-        found = layouts(ask(2))
-        assert found[:4] == ["", *(f"parallel.data.strategy={name}" for name in ("zero1", "owned", "fsdp"))]
-        of_data = [f"parallel.{name}.size=2" for name in ("context", "expert")]
-        of_data = [" ".join([size, strategy]).strip() for size in of_data for strategy in found[:4]]
-        alone = [f"parallel.{name}.size=2" for name in ("tensor", "wide", "pipeline")]
-        assert found[4:] == [alone[0], *of_data, *alone[1:]]
-        update = describe_update(ask(2).config, 2, 4)
-        assert make_candidate(ask(2), update, ("parallel.wide.size=2",), "", 4).config.parallel.sizes["wide"] == 2
-    finally:
-        AXES.unregister("wide")
-        DATA_STRATEGIES.unregister("owned")
-
-
-def test_what_cannot_be_asked():
-    with pytest.raises(
-        IncompatibleConfigError, match=r"config on 3 ranks, regardless of memory:\n  - parallel: .*tensor=2"
-    ):
-        ask(3, parallel={"tensor": 2})

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch import nn
@@ -12,8 +9,8 @@ from torch import nn
 from halfmesh import load_config
 from halfmesh.dry_run.dry_run import dry_runs
 from halfmesh.dry_run.show import lines
-from halfmesh.dry_run.simulate_rank import FewChunks, simulate_rank
-from halfmesh.dry_run.tracker import Traffic, _grouped_product, dry_run_mode
+from halfmesh.dry_run.simulate_rank import simulate_rank
+from halfmesh.dry_run.tracker import Traffic
 from tests.support.llama import SMALL
 
 
@@ -28,10 +25,7 @@ def dry_run(config, world_size, model, batch=()):
     return dry_runs(map, [(config, None)], world_size, model, batch)[0]
 
 
-@pytest.mark.parametrize(
-    ("schedule", "count"),
-    [("1f1b", 10), *(pytest.param(*cell, marks=pytest.mark.slow) for cell in (("gpipe", 8), ("interleaved", 20)))],
-)
+@pytest.mark.parametrize(("schedule", "count"), [("1f1b", 10), pytest.param("interleaved", 20, marks=pytest.mark.slow)])
 def test_what_is_extrapolated_is_what_is_run(schedule, count):
     """With the fewest microbatches of which not all are run."""
     config, batch = pipeline(count, schedule), (f"{count},32:int64",)
@@ -61,37 +55,25 @@ def test_messages():
 
 
 @pytest.mark.parametrize(
-    ("parallel", "size", "expected"),
+    ("parallel", "size", "expected", "words"),
     [
-        ({}, 1, ()),
-        ({"data": "zero1"}, 2, ("world",)),
-        # stages send over a group of their own; the stages' groups in gloo are none of NCCL's
-        ({"pipeline": {"size": 2, "microbatches": 4}, "tensor": 2}, 8, ("dp", "pp", "pp", "tp", "world")),
+        ({}, 1, (), ""),
+        (  # stages send over a group of their own; the stages' groups in gloo are none of NCCL's
+            {"pipeline": {"size": 2, "microbatches": 4}, "tensor": 2},
+            8,
+            ("dp", "pp", "pp", "tp", "world"),
+            "500.0 MiB to 3.4 GiB, for 5 communicators (world, tp, dp, pp x 2)",
+        ),
     ],
 )
-def test_nccls_communicators_are_counted_and_what_they_may_take_is_said_of_gpus(parallel, size, expected):
+def test_nccls_communicators_are_counted_and_what_they_may_take_is_said_of_gpus(parallel, size, expected, words):
     run = dry_run(load_config({"parallel": parallel}), size, SMALL)
     for figures in run.ranks.values():
         assert tuple(sorted(figures.communicators)) == expected
     said = [line for line in lines(run, None) if "NCCL" in line]
-    names = {1: "1 communicator (world)", 5: "5 communicators (world, tp, dp, pp x 2)"}
-    wanted = {1: "100.0 MiB to 700.0 MiB", 5: "500.0 MiB to 3.4 GiB"}
-    count = len(expected)
-    assert len(said) == bool(count)
-    assert all(f"NCCL's buffers take another {wanted[count]}, for {names[count]}" in line for line in said)
+    assert len(said) == bool(words)
+    assert all(f"NCCL's buffers take another {words}" in line for line in said)
     assert not any("NCCL" in line for line in lines(run, None, "cpu"))
-
-
-def test_activations_that_are_sent_in_autocasts_dtype():
-    """Four microbatches of [2, 32, 64]; under autocast the sum of residuals is in fp32."""
-
-    def sent(send_dtype):
-        keys = {"size": 2, "microbatches": 4, "send_dtype": send_dtype}
-        return simulate_rank(load_config({"bf16": {"mode": "torch"}, "parallel": {"pipeline": keys}}), SMALL, (), 0, 2)
-
-    same, compute = (sent(kind).sent["pp"] for kind in ("same", "compute"))
-    assert same.messages == compute.messages
-    assert same.bytes - compute.bytes == 4 * 2 * 32 * 64 * 2
 
 
 def test_what_accumulated_batches_send():
@@ -136,7 +118,6 @@ MODEL = nn.Linear(2, 2)
 def bare(): return llama.small()[0]
 def fails(): return 1 / 0
 def returns_text(): return "a model"
-def no_pair(): return nn.Linear(2, 2), 1, nn.MSELoss()
 def no_batch(): return nn.Linear(2, 2), [], nn.MSELoss()
 def deferred():
     with halfmesh.deferred_init(): return llama.small()
@@ -220,17 +201,10 @@ def test_a_model_of_a_library_needs_no_builder(tmp_path):
         ("my_models:bar", (), "my_models.bar does not exist; did you mean 'bare'?"),
         ("my_models:MODEL", (), "my_models.MODEL is not a function"),
         ("my_models:fails", (), "it raised ZeroDivisionError: division by zero ("),
-        ("my_models:fails", (), "without loading weights"),
         ("my_models:returns_text", (), "it returned str; return the model"),
-        ("my_models:no_pair", (), "it returned (Linear, int, MSELoss); return"),
         ("my_models:no_batch", (), "it returned (Linear, list, MSELoss); return"),
         ("broken_models:build", (), "importing broken_models raised ZeroDivisionError: division by zero"),
         (SMALL, ("8,2:int46",), "is not a shape and dtype (module 'torch' has no attribute 'int46'); write --batch 8"),
-        (
-            SMALL,
-            ("8x2",),
-            "--batch 8x2 is not a shape and dtype (invalid literal for int() with base 10: '8x2'); write",
-        ),
         (SMALL, ("8,64:int64",), "calling the model with [8, 64] int64 raised "),
     ],
 )
@@ -239,10 +213,10 @@ def test_what_cannot_be_run(models, model, batch, words):
     assert any(words in problem for problem in problems), problems
 
 
-@pytest.mark.parametrize(("size", "words"), [(3, "does not divide the dataloader's batch_size=8"), (2, "tensor=3")])
-def test_a_layout_that_does_not_fit_the_model(size, words):
-    problems = dry_run(pipeline(size, size=size, tensor=3), 3 * size, SMALL).problems
-    assert any(words in problem for problem in problems)
+def test_a_layout_that_does_not_fit_the_model():
+    for size, words in ((3, "does not divide the dataloader's batch_size=8"), (2, "tensor=3")):
+        problems = dry_run(pipeline(size, size=size, tensor=3), 3 * size, SMALL).problems
+        assert any(words in problem for problem in problems)
 
 
 def test_what_is_kept_may_be_too_much_already():
@@ -253,60 +227,31 @@ def test_what_is_kept_may_be_too_much_already():
     assert simulate_rank(load_config({}), SMALL, (), 0, 1, limit=whole.kept) == whole
 
 
-@pytest.mark.parametrize(("shape", "chunks", "dim"), [((8, 2), 4, 0), ((7, 2), 3, 0), ((3, 5), 8, 1)])
-def test_chunks_have_torchs_shapes(shape, chunks, dim):
-    """As many as torch makes, but few tensors."""
-    with dry_run_mode():
-        param = torch.nn.Parameter(torch.empty(shape))
-        with FewChunks():
-            found = torch.chunk(param, chunks, dim=dim)
-        assert [chunk.shape for chunk in found] == [chunk.shape for chunk in torch.chunk(param, chunks, dim=dim)]
-        assert len({id(chunk) for chunk in found}) <= 2
+SIZES = {"num_attention_heads": 2, "hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 16}
+IDS = torch.zeros(2, 8, dtype=torch.int64)
 
 
 def llama():
     """Looks into positions whether sequences are joined, as it does without a cache."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"num_attention_heads": 2, "hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 1}
-    ids = torch.zeros(2, 8, dtype=torch.int64)
-    return LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=16, use_cache=False)), {"input_ids": ids, "labels": ids}
+    return LlamaForCausalLM(LlamaConfig(**SIZES, use_cache=False)), {"input_ids": IDS, "labels": IDS}
 
 
 def mixtral():
     from transformers import MixtralConfig, MixtralForCausalLM
 
-    sizes = {"num_attention_heads": 2, "num_key_value_heads": 2, "hidden_size": 16, "intermediate_size": 12}
-    ids = torch.zeros(2, 8, dtype=torch.int64)
-    config = MixtralConfig(**sizes, vocab_size=16, num_hidden_layers=1, num_local_experts=2)
-    return MixtralForCausalLM(config), {"input_ids": ids, "labels": ids}
+    config = MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=2)
+    return MixtralForCausalLM(config), {"input_ids": IDS, "labels": IDS}
 
 
 @pytest.mark.parametrize(
     ("model", "config"),
     [
         ("llama", {"parallel": {"context": 2}, "bf16": {"mode": "naive"}}),
-        ("mixtral", {"bf16": {"mode": "torch"}}),
-        ("mixtral", {"parallel": {"expert": 2}}),
+        ("mixtral", {"parallel": {"expert": 2}, "bf16": {"mode": "torch"}}),
     ],
 )
 def test_models_of_transformers_that_run(model, config):
     pytest.importorskip("transformers")
     assert dry_run(load_config(config), 2, f"{__name__}:{model}").problems == []
-
-
-@pytest.mark.parametrize("shapes", [((6, 4), (2, 4, 8)), ((2, 8, 4), (4, 8)), ((2, 8, 4), (2, 4, 8)), ((4, 8), (8, 4))])
-def test_grouped_products_have_torchs_shapes(shapes):
-    ends = torch.tensor([4, 8] if len(shapes[1]) == 2 else [2, 6], dtype=torch.int32)
-    a, b = (torch.ones(shape, dtype=torch.float32) for shape in shapes)
-    offsets = {} if len(shapes[0]) == len(shapes[1]) == 3 else {"offs": ends}
-    expected = torch.nn.functional.grouped_mm(a, b, **offsets).shape
-    assert _grouped_product(a, b, *offsets.values()).shape == expected
-
-
-def test_workers_do_not_pass_on_what_torch_says_of_torchao():
-    """Four of them said it once each, between the lines of `halfmesh plan`."""
-    pytest.importorskip("torchao")
-    code = "from halfmesh.dry_run.dry_run import _begin_worker as begin; begin(); import torchao.quantization"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert (done.returncode, "pytree" in done.stderr) == (0, False), done.stderr
