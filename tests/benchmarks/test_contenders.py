@@ -1,27 +1,24 @@
 """Every contender of a benchmark trains the same, in the precision that it is asked for; and what is counted of it."""
 
 import importlib.util
+from functools import partial
 
 import pytest
 import torch
 
-from benchmarks import soak
 from benchmarks.contenders import Setup, make_halfmesh, make_loop
-from benchmarks.counts import ReadCounter, StorageTracker, count_bytes, count_reads
+from benchmarks.counts import StorageTracker, count_bytes
 from benchmarks.harness import DTYPES, find_difference, make_comparable, warm_up
 from benchmarks.peers import make_accelerate, make_fabric
 from benchmarks.works import WORKS
 
+make_fused = partial(make_loop, fused=True)
 PEERS = {"accelerate": make_accelerate, "lightning_fabric": make_fabric}
 PRECISIONS = [("fp32", 0.0, False), ("bf16", 0.0, False), ("fp16", 1.0, False), ("bf16", 1.0, True)]
 
 
 def mlp(precision="fp32", clip=0.0, **options):
     return Setup.of(WORKS["mlp"], precision, clip, **options)
-
-
-def make_fused(setup):
-    return make_loop(setup, fused=True)
 
 
 @pytest.mark.parametrize(("precision", "clip", "masters"), PRECISIONS)
@@ -53,15 +50,6 @@ def test_a_peer_that_fails_or_computes_something_else_is_left_out():
         make_comparable([("default loop", fail)], "fp32", 1)
 
 
-def test_host_reads_without_step_counters():
-    loop, fused = make_loop(mlp("fp16", 1.0)), make_fused(mlp("fp16", 1.0))
-    loop.run(1)
-    assert (count_reads(loop), count_reads(fused)) == (1, 0)  # GradScaler looks at found_inf
-    with ReadCounter() as counter:
-        loop.run(1)
-    assert counter.reads == 1 + 8  # of AdamW's counters, parameter by parameter
-
-
 def test_counted_bytes():
     outside = torch.ones(100)
     with StorageTracker([outside]) as tracker:
@@ -80,12 +68,3 @@ def test_counted_bytes():
     # weight, gradient and two moments of 4 bytes; and the step of each of 8 tensors, of 4224 numbers in all
     assert kept == pytest.approx(16 + 8 * 4 / 4224)
     assert peak > kept
-
-
-def test_what_grows_is_found():
-    def log(growth):
-        samples = [soak.Sample(step, 5000 + step * growth, 1000, 2, 12) for step in range(1000, 21000, 1000)]
-        return soak.RankLog(samples, [], 0, 0, [1.0], 1.0)
-
-    assert soak.find_problems([log(0.0)]) == []
-    assert soak.find_problems([log(0.0), log(0.03)]) == ["rank 1: memory grows by 30.0 KiB in 1,000 steps"]

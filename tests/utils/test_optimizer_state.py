@@ -26,13 +26,13 @@ def two(params):
     return optim.SGD(params[:4], lr=0.1, momentum=0.9), optim.AdamW(params[4:], lr=0.1)
 
 
-HIDING = [
-    (lambda params: Container(list(both := two(params)), *both), "Container holds another optimizer, SGD"),
-    (lambda params: Container({"b": [(both := two(params))[1]]}, both[1]), "Container holds .* AdamW"),
-]
-
-
-@pytest.mark.parametrize(("build", "words"), HIDING)
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (lambda params: Container(list(both := two(params)), *both), "Container holds another optimizer, SGD"),
+        (lambda params: Container({"b": [(both := two(params))[1]]}, both[1]), "Container holds .* AdamW"),
+    ],
+)
 def test_state_that_would_be_lost_is_rejected_by_name(build, words, tmp_path):
     engine = make_engine("one", "naive", optimizer=lambda params: build(params))
     engine.save(tmp_path)  # nothing is lost yet

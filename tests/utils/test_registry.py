@@ -39,16 +39,13 @@ def test_register_as_call_and_as_decorator(shapes):
     assert shapes.get("SQUARE") is Square
     assert shapes.names() == ["square", "disc"]
     assert "Disc" in shapes
-    shapes.unregister("disc")
-    assert shapes.names() == ["square"]
-
-
-def test_unknown_name_has_the_nearest_and_the_list(shapes):
-    shapes.register("square", print)
-    shapes.register("disc", print)
     said = r"no shape named 'sqare'; did you mean 'square'\? Registered: square, disc\. A package adds one"
     with pytest.raises(RegistryError, match=said):
         shapes.get("sqare")
+    shapes.unregister("disc")
+    assert shapes.names() == ["square"]
+    with pytest.raises(RegistryError, match=r"a shape needs a name: write register\('name'\)"):
+        shapes.register(Square)
 
 
 def test_a_taken_name_is_rejected_unless_overridden(shapes):
@@ -57,10 +54,6 @@ def test_a_taken_name_is_rejected_unless_overridden(shapes):
         shapes.register("Square", print)
     shapes.register("square", print, override=True)
     assert shapes.get("square") is print
-    with pytest.raises(RegistryError, match=r"a shape needs a name: write register\('name'\)"):
-
-        @shapes.register
-        class Square: ...
 
 
 def test_an_installed_package_joins_and_replaces_nothing(shapes, install, caplog):
@@ -74,17 +67,12 @@ def test_an_installed_package_joins_and_replaces_nothing(shapes, install, caplog
 
 @pytest.mark.parametrize(
     ("content", "reason"),
-    [
-        ("raise OSError('no licence')\n", "OSError: no licence"),
-        ("Hexagon = 6\n", "6 is no class"),
-    ],
+    [("raise OSError('closed')\n", "OSError: closed"), ("Hexagon = 6\n", "6 is no class")],
 )
 def test_a_package_that_does_not_work_is_left_out_and_told_once(content, reason, shapes, install, caplog):
     install(content, hexagon="shape_package:Hexagon")
     shapes.register("disc", print)
-    where = (
-        r"the shape 'hexagon' is registered as 'shape_package:Hexagon' by the package 'shape-package', which fails: "
-    )
+    where = "the shape 'hexagon' is registered as 'shape_package:Hexagon' by the package 'shape-package', which fails: "
     with pytest.raises(RegistryError, match=where + reason):
         shapes.get("hexagon")
     for _ in range(2):
