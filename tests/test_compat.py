@@ -2,13 +2,15 @@
 
 import pytest
 
-from halfmesh import AMP_PLUGINS, AMPPlugin, Composes, ConfigError, IncompatibleConfigError, Options, Recipe
+from halfmesh import AMP_PLUGINS, AMPPlugin, Composes, Options, Recipe
 from halfmesh import load_config as load
 from halfmesh.compat import check, composition_table, get_columns, get_rows, mesh_sizes, raise_for, render_table
 from halfmesh.config.composition import Setup, find_advice
+from halfmesh.errors import ConfigError, HalfmeshError, IncompatibleConfigError
 
 APEX = {"fp16": {"mode": "apex"}}
 TWO_STAGES = {"pipeline": {"size": 2, "microbatches": 2}}
+HYBRID = {"data": {"strategy": "fsdp", "hybrid": 4}}
 
 
 def find(raw, world_size=1, device="cpu"):
@@ -51,12 +53,7 @@ def test_apex_is_rejected_with_its_reason(parallel, cell):
     [line] = find(APEX | {"parallel": parallel}, 2)
     assert line.startswith(f"apex fp16 x {cell}: each rank of apex decides alone")
     assert "use mode='naive' (the same as O2 with keep_batchnorm_fp32=False) or mode='torch'" in line
-
-
-def test_apex_has_no_bf16_and_composes_where_it_is_switched_off():
-    message = "apex bf16: apex has no bf16; use bf16 = dict(mode='torch') or dict(mode='naive')"
-    assert find({"bf16": {"mode": "apex"}}) == [message]
-    assert find({"fp16": {"mode": "apex", "enabled": False}, "parallel": {"tensor": 2}}, 2) == []
+    assert find({"fp16": {"mode": "apex", "enabled": False}, "parallel": parallel}, 2) == []
 
 
 def test_a_third_partys_mode_without_reasons_gets_general_ones():
@@ -106,24 +103,13 @@ def test_a_third_partys_mode_without_reasons_gets_general_ones():
             "`torchrun --standalone --nproc-per-node 2 train.py`, or with `halfmesh run`",
         ),
         (
-            {"tensor": 2, **TWO_STAGES},
-            2,
-            "parallel: tensor=2 x pipeline=2 = 4 does not divide the 2 ranks; choose sizes whose product "
-            "does, or start 4 ranks",
-        ),
-        (
             {"data": {"size": 4}, "tensor": 2},
             4,
             "parallel.data.size: 4 x tensor=2 x pipeline=1 = 8, but there are 4 ranks; remove it, or start 8",
         ),
-        (
-            {"data": {"strategy": "fsdp", "hybrid": 4}},
-            6,
-            "parallel.data.hybrid: 4 does not divide the 6 data ranks; use a divisor",
-        ),
+        (HYBRID, 6, "parallel.data.hybrid: 4 does not divide the 6 data ranks; use a divisor"),
         ({}, 0, "world_size: 0 is not a number of ranks; it must be at least 1"),
         ({}, 7, None),
-        ({"tensor": 2}, 6, None),
         ({"tensor": 2, "data": {"size": 3}}, 6, None),
     ],
 )
@@ -167,7 +153,6 @@ INTERLEAVED = {"schedule": "interleaved", "chunks": 2}
             {"size": 2, "microbatches": 2, "chunks": 2, "schedule": "gpipe"},
             "chunks: 2 chunks per rank need schedule='interleaved'; schedule='gpipe' has one",
         ),
-        ({"size": 4, "microbatches": 4}, None),
         ({"size": 4, "microbatches": 1, "schedule": "gpipe"}, None),
         ({"size": 2, "microbatches": 4, **INTERLEAVED}, None),
         ({"size": 1, "schedule": "interleaved", "microbatches": 3}, None),
@@ -197,6 +182,9 @@ def test_reducing_in_float16_needs_a_loss_scale(raw, rejected):
     assert find({**raw, "parallel": {"data": {"reduce_dtype": "bfloat16"}}}) == []
 
 
+TWO_LOSSES = {"fp16": {"mode": "apex", "num_losses": 2}, "loss_reduction": "weighted"}
+GRAPHS = {"compile": {"mode": "reduce-overhead"}, "gradient_accumulation": 2}
+ONE_BATCH = {"gradient_accumulation": 1}
 FSDP_KEYS = dict.fromkeys(("param_dtype", "output_dtype", "buffer_dtype"), "float32")
 FSDP_KEYS |= {"reshard_after_forward": False, "prefetch": 2, "cpu_offload": True, "hybrid": 2}
 
@@ -204,11 +192,10 @@ FSDP_KEYS |= {"reshard_after_forward": False, "prefetch": 2, "cpu_offload": True
 @pytest.mark.parametrize("key", FSDP_KEYS)
 def test_fsdp_keys_need_fsdp(key):
     given = {key: FSDP_KEYS[key]}
-    for strategy in ("replicate", "zero1"):
-        with pytest.raises(ConfigError) as rejected:
-            load({"parallel": {"data": given | {"strategy": strategy}}})
-        message = f"parallel.data.{key}: only strategy='fsdp' has this key, and the strategy is '{strategy}'; remove it"
-        assert rejected.value.problems == (message,)
+    with pytest.raises(ConfigError) as rejected:
+        load({"parallel": {"data": given | {"strategy": "zero1"}}})
+    message = f"parallel.data.{key}: only strategy='fsdp' has this key, and the strategy is 'zero1'; remove it"
+    assert rejected.value.problems == (message,)
     assert find({"parallel": {"data": given | {"strategy": "fsdp"}}}, 2) == []
 
 
@@ -227,18 +214,19 @@ def test_fsdp_param_dtype_is_the_modes():
     assert find({"fp16": {"mode": "torch"}, "parallel": {"data": data}}) == []
 
 
-def test_weighted_losses_are_of_one_kind():
-    raw = {"fp16": {"mode": "apex", "num_losses": 2}, "loss_reduction": "weighted"}
-    assert find(raw) == [
-        "loss_reduction: 'weighted' joins batches of one loss, not of num_losses=2; use 'mean' or 'sum'"
-    ]
-    assert find(raw | APEX) == []
-
-
-def test_resume_needs_a_folder():
-    [line] = find({"resume": "auto"})
-    assert line.startswith("resume: 'auto' needs checkpoint.directory; set")
-    assert find({"resume": "auto", "checkpoint": "x"}) == find({"resume": "x"}) == []
+@pytest.mark.parametrize(
+    ("raw", "message", "instead"),
+    [
+        ({"bf16": {"mode": "apex"}}, "apex bf16: apex has no bf16; use bf16 = dict(mode='torch') or dict(", APEX),
+        (TWO_LOSSES, "loss_reduction: 'weighted' joins batches of one loss, not of num_losses=2; use 'mean'", APEX),
+        ({"resume": "auto"}, "resume: 'auto' needs checkpoint.directory; set", {"checkpoint": "x"}),
+        (GRAPHS, "compile.mode: 'reduce-overhead' makes CUDA graphs, and with gradient_accumulation > 1", ONE_BATCH),
+    ],
+)
+def test_what_else_does_not_go_together(raw, message, instead):
+    [line] = find(raw)
+    assert line.startswith(message)
+    assert find(({} if "bf16" in raw else raw) | instead) == []
 
 
 def test_rejections_are_raised_together():
@@ -246,7 +234,9 @@ def test_rejections_are_raised_together():
     findings = check(load({"resume": "auto", "parallel": {"tensor": 3}}), 8, "cpu")
     with pytest.raises(IncompatibleConfigError, match=r"in config.py:\n  - parallel: .*\n  - resume: ") as caught:
         raise_for(findings, "config.py")
-    assert caught.value.problems == tuple(map(str, findings))
+    assert (caught.value.problems, caught.value.source) == (tuple(map(str, findings)), "config.py")
+    assert issubclass(IncompatibleConfigError, ConfigError)
+    assert issubclass(ConfigError, (HalfmeshError, ValueError))
 
 
 @pytest.mark.parametrize(

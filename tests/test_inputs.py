@@ -24,22 +24,14 @@ def start(model=None, optimizer=sgd, criterion=None, loader=None, config=None, *
     return halfmesh.initialize(model, optimizer, criterion, loader, config or {}, device="cpu", **options)
 
 
-def complex_model():
+def changed(change):
     model = MLP()
-    model.register_parameter("c", nn.Parameter(torch.zeros(2, dtype=torch.complex64)))
+    change(model)
     return model
 
 
-def half_on_meta():
-    model = MLP()
-    model.last.to("meta")
-    return model
-
-
-def last_layer_in_half():
-    model = MLP()
-    model.last.half()
-    return model
+def add_complex(model):
+    model.c = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
 
 
 def quantized():
@@ -105,11 +97,14 @@ PLATEAU = optim.lr_scheduler.ReduceLROnPlateau
         ({"model": 3}, "model: expected a torch.nn.Module .*, but got an int"),
         ({"model": lambda: "no model"}, "model: expected a torch.nn.Module .*, but got a str"),
         ({"model": nn.DataParallel(MLP())}, "model: pass model.module, not DataParallel"),
-        ({"model": half_on_meta()}, "model: last.weight, last.bias are on the meta device, without values"),
-        ({"model": complex_model()}, "model: c are complex; .*view_as_real"),
+        (
+            {"model": changed(lambda m: m.last.to("meta"))},
+            "model: last.weight, last.bias are on the meta device",
+        ),
+        ({"model": changed(add_complex)}, "model: c are complex; .*view_as_real"),
         ({"model": quantized(), "config": NAIVE_BF16}, "model: 0.weight are Int8Tensors, already quantized or sharded"),
         (
-            {"model": last_layer_in_half(), "config": FP16_TORCH},
+            {"model": changed(lambda m: m.last.half()), "config": FP16_TORCH},
             "2 parameter.* float16 .* they must be in float32 or float64: .* or set mode='naive'",
         ),
         ({"optimizer": 0.1}, "optimizer: expected a torch.optim.Optimizer .*, but got a float"),
