@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import halfmesh
 from tests.composition.workloads import MLP_PLAN, MLP_POINTS
-from tests.support.models import CLASSES, FEATURES, make_data
+from tests.support.models import CLASSES, FEATURES, adamw, make_data
 from tests.support.ranks import rank_device
 
 FP16 = {
@@ -73,30 +73,24 @@ def make_engine(
     layout: str,
     mode: str,
     *,
-    seed: int = 0,
-    dropout: float = 0.0,
-    samples: int = 48,
-    batch: int = 8,
-    shuffle: bool = False,
-    lr_scheduler: Any = None,
-    optimizer: Any = None,
-    model: Any = None,
-    criterion: Any = nn.functional.cross_entropy,
+    seed=0,
+    dropout=0.0,
+    samples=48,
+    batch=8,
+    shuffle=False,
+    lr_scheduler=None,
+    optimizer=adamw,
+    model=None,
+    criterion=nn.functional.cross_entropy,
     **config: Any,
 ) -> halfmesh.Engine:
     """`batch`: samples of all data ranks together."""
     ranks, parallel = LAYOUTS[layout]
     divided = (2 if "tensor" in parallel else 1) * (2 if "pipeline" in parallel else 1)
     loader = DataLoader(TensorDataset(*make_data(samples)), batch * divided // ranks, shuffle=shuffle)
-    return halfmesh.initialize(
-        Net(dropout, seed) if model is None else model,
-        optimizer or (lambda params: torch.optim.AdamW(params, lr=0.01)),
-        criterion,
-        loader,
-        {**FP16[mode], "parallel": parallel, **config},
-        lr_scheduler=lr_scheduler,
-        device=rank_device(),
-    )
+    model, config = Net(dropout, seed) if model is None else model, {**FP16[mode], "parallel": parallel, **config}
+    options = {"lr_scheduler": lr_scheduler, "device": rank_device()}
+    return halfmesh.initialize(model, optimizer, criterion, loader, config, **options)
 
 
 def make_small(**options: Any) -> halfmesh.Engine:

@@ -9,10 +9,8 @@ well; tests/gpu needs the real thing.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import torch
@@ -42,15 +40,13 @@ class FakeGpu(TorchDispatchMode):
         launched: the names of operations that start kernels on the device.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.capturing = False
-        self.watching = False
-        self.found: list[str] = []
-        self.launched: list[str] = []
+        self.capturing = self.watching = False
+        self.found, self.launched = [], []
 
     @contextmanager
-    def watch(self, capturing: bool) -> Iterator[None]:
+    def watch(self, capturing):
         """A scope in which `found` is filled."""
         self.watching, self.capturing = True, capturing
         try:
@@ -58,15 +54,15 @@ class FakeGpu(TorchDispatchMode):
         finally:
             self.watching = self.capturing = False
 
-    def note(self, what: str) -> None:
+    def note(self, what):
         if self.watching:
             frames = [frame for frame in traceback.extract_stack() if frame.filename.startswith(_SOURCES)]
             places = [f"{Path(frame.filename).name}:{frame.lineno}" for frame in frames[-3:]]
             self.found.append(f"{what} at {' > '.join(places)}")
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name, kwargs = func._schema.name, kwargs or {}
-        if self.watching and _launches(func, args, kwargs):
+        if self.watching and _launches(func, args, kwargs, "cuda"):
             self.launched.append(name)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         devices = {tensor.device.type for tensor in tensors}
@@ -88,53 +84,51 @@ class CountLaunches(TorchDispatchMode):
     """Records in `names` the operations that would start kernels, on whatever device they run. What a DTensor does with
     its local tensor counts, and not it itself."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.names: list[str] = []
+        self.names = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        if DTensor not in types and _launches(func, args, kwargs, device):
+        if DTensor not in types and _launches(func, args, kwargs or {}, device):
             self.names.append(func._schema.name)
-        return func(*args, **kwargs)
+        return func(*args, **(kwargs or {}))
 
 
-def _launches(func: Any, args: Any, kwargs: Any, device: str = "cuda") -> bool:
+def _launches(func, args, kwargs, device):
     """Whether `func` starts work on the device. One `_foreach` operation counts once, as it starts a kernel for a lot
     of tensors at a time; allocations and views start none."""
-    name = func._schema.name
-    if name in _NO_KERNEL or (func.is_view and not func._schema.is_mutable):
+    if func._schema.name in _NO_KERNEL or (func.is_view and not func._schema.is_mutable):
         return False
     devices = {leaf.device.type for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
     return device in devices or torch.device(kwargs.get("device") or "cpu").type == device
 
 
 @contextmanager
-def fake_gpu() -> Iterator[FakeGpu]:
+def fake_gpu():
     """A scope in which `device="cuda"` works; gradients are zeros, and no kernel runs."""
     gpu = FakeGpu()
 
     class Event:
         """Is over when it is asked for the second time; notes whoever waits for it before."""
 
-        def __init__(self, *_: Any, **__: Any) -> None:
+        def __init__(self, *_, **__):
             self._is_over = False
 
-        def record(self, stream: Any = None) -> None: ...
+        def record(self, stream=None): ...
 
-        def query(self) -> bool:
+        def query(self):
             if gpu.capturing:
                 gpu.note("Event.query within a capture")
             was_over, self._is_over = self._is_over, True
             return was_over
 
-        def synchronize(self) -> None:
+        def synchronize(self):
             gpu.note("Event.synchronize")
 
     empty = torch.empty
 
-    def pageable(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+    def pageable(*args, pin_memory=False, **kwargs):
         if pin_memory and gpu.capturing:
             gpu.note("page-locked memory is taken within a capture")
         return empty(*args, **kwargs)
@@ -157,11 +151,11 @@ def fake_gpu() -> Iterator[FakeGpu]:
         yield gpu
 
 
-def give_gradients(gpu: FakeGpu, params: Callable[[], Iterator[torch.nn.Parameter]]) -> Any:
+def give_gradients(gpu, params):
     """In place of backward, which runs in threads that fake tensors do not reach: all `params` get gradients, and their
     hooks run."""
 
-    def backward(loss: torch.Tensor, seed: torch.Tensor | None = None, retain_graph: bool = False) -> None:
+    def backward(loss, seed=None, retain_graph=False):
         with torch.no_grad():
             for param in reversed(list(params())):
                 watching, gpu.watching = gpu.watching, False  # this is the model's backward

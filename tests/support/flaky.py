@@ -46,16 +46,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 def _passes_alone(name: str, config: pytest.Config) -> bool:
     """Whether the test `name` passes in a run of its own."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:tests.support.flaky",
-        f"--rootdir={config.rootpath}",
-        name,
-    ]
+    options = ["-q", "-p", "no:tests.support.flaky", f"--rootdir={config.rootpath}"]
     environ = {key: value for key, value in os.environ.items() if key != "PYTEST_ADDOPTS"}
     print(f"\nonce more, alone: {name}", flush=True)
-    return subprocess.run(command, cwd=config.rootpath, env=environ).returncode == pytest.ExitCode.OK
+    done = subprocess.run([sys.executable, "-m", "pytest", *options, name], cwd=config.rootpath, env=environ)
+    return done.returncode == pytest.ExitCode.OK

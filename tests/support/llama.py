@@ -54,9 +54,7 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    def __init__(
-        self, width: int, depth: int, heads: int, kv_heads: int, inner: int, vocabulary: int, length: int = 4096
-    ) -> None:
+    def __init__(self, width, depth, heads, kv_heads, inner, vocabulary, length=4096):
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, width)
         self.blocks = nn.ModuleList(Block(width, heads, kv_heads, inner, length) for _ in range(depth))
@@ -76,28 +74,11 @@ class Llama(nn.Module):
         return self.head(self.norm(x))
 
 
-TENSOR_PLANS.register(
-    "plain_llama",
-    LayerPlan(layers=(Llama,), styles={"tokens": "vocab", "head": "vocab"}),
-    override=True,
-)
-TENSOR_PLANS.register(
-    "plain_llama_block",
-    LayerPlan(
-        layers=(Block,),
-        styles={
-            "attention": "heads(heads, kv_heads)",
-            "attention.q": "colwise",
-            "attention.k": "colwise",
-            "attention.v": "colwise",
-            "attention.out": "rowwise",
-            "gate": "colwise",
-            "up": "colwise",
-            "down": "rowwise",
-        },
-    ),
-    override=True,
-)
+OF_BLOCK = {"attention": "heads(heads, kv_heads)", "attention.out": "rowwise", "down": "rowwise"}
+OF_BLOCK |= dict.fromkeys(("attention.q", "attention.k", "attention.v", "gate", "up"), "colwise")
+OF_MODEL = LayerPlan(layers=(Llama,), styles={"tokens": "vocab", "head": "vocab"})
+TENSOR_PLANS.register("plain_llama", OF_MODEL, override=True)
+TENSOR_PLANS.register("plain_llama_block", LayerPlan(layers=(Block,), styles=OF_BLOCK), override=True)
 PARTITIONERS.register(
     "plain_llama",
     BlockPartition(layers=(Llama,), blocks="blocks", begin=Llama.embed, end=Llama.predict, end_uses=("norm", "head")),
@@ -109,18 +90,15 @@ def _loss(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(output.flatten(0, 1), targets.flatten())
 
 
-def _with_batch(model: nn.Module, rows: int, length: int) -> tuple[nn.Module, object, object]:
-    ids = torch.zeros(rows, length, dtype=torch.int64)
-    return model, (ids, ids), _loss
+def small():
+    ids = torch.zeros(8, 32, dtype=torch.int64)
+    return Llama(64, 4, 8, 4, 128, 256, length=32), (ids, ids), _loss
 
 
-def small() -> object:
-    return _with_batch(Llama(64, 4, 8, 4, 128, 256, length=32), 8, 32)
-
-
-def wide() -> object:
+def wide():
     """Half a billion parameters and one short row: weights are nearly all of its memory."""
-    return _with_batch(Llama(2048, 8, 16, 8, 8192, 256, length=32), 1, 32)
+    ids = torch.zeros(1, 32, dtype=torch.int64)
+    return Llama(2048, 8, 16, 8, 8192, 256, length=32), (ids, ids), _loss
 
 
 SMALL, WIDE = "tests.support.llama:small", "tests.support.llama:wide"

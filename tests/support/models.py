@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,28 +30,11 @@ MODES = {
     "apex_o2": {"fp16": {"mode": "apex", "opt_level": "O2", "max_loss_scale": 256.0}},
 }
 # Largest relative difference of the weights from fp32 in one process after 10 steps, by mode.
-TOLERANCES = {
-    "none": 1e-5,
-    "torch_fp16": 2e-4,
-    "naive_fp16": 4e-4,
-    "torch_bf16": 2e-3,
-    "naive_bf16": 2e-3,
-    "torch_fp8": 2e-2,
-    "apex_o0": 1e-5,
-    "apex_o1": 2e-4,
-    "apex_o2": 4e-4,
-}
-COMPUTE_DTYPES = {
-    "none": torch.float32,
-    "torch_fp16": torch.float16,
-    "naive_fp16": torch.float16,
-    "torch_bf16": torch.bfloat16,
-    "naive_bf16": torch.bfloat16,
-    "torch_fp8": torch.float8_e4m3fn,
-    "apex_o0": torch.float32,
-    "apex_o1": torch.float16,
-    "apex_o2": torch.float16,
-}
+TOLERANCES = {"none": 1e-5, "apex_o0": 1e-5, "torch_fp16": 2e-4, "apex_o1": 2e-4, "naive_fp16": 4e-4, "apex_o2": 4e-4}
+TOLERANCES |= {"torch_bf16": 2e-3, "naive_bf16": 2e-3, "torch_fp8": 2e-2}
+COMPUTE_DTYPES = dict.fromkeys(("none", "apex_o0"), torch.float32) | {"torch_fp8": torch.float8_e4m3fn}
+COMPUTE_DTYPES |= dict.fromkeys(("torch_fp16", "naive_fp16", "apex_o1", "apex_o2"), torch.float16)
+COMPUTE_DTYPES |= dict.fromkeys(("torch_bf16", "naive_bf16"), torch.bfloat16)
 
 
 class MLP(nn.Module):
@@ -92,32 +75,20 @@ def adamw(params: Any) -> torch.optim.Optimizer:
 
 
 def make_engine(
-    config: Any = None,
-    *,
-    model: nn.Module | None = None,
-    optimizer: Callable[..., torch.optim.Optimizer] = sgd,
-    criterion: Any = nn.functional.cross_entropy,
-    loader: Any = None,
-    **options: Any,
+    config=None, *, model=None, optimizer=sgd, criterion=nn.functional.cross_entropy, loader=None, **options: Any
 ) -> halfmesh.Engine:
     model = MLP() if model is None else model
     loader = make_loader() if loader is None else loader
     return halfmesh.initialize(model, optimizer, criterion, loader, config or {}, device=rank_device(), **options)
 
 
-def linear_engine(
-    config: Any = None, samples: int = 12, *, evaluated: int = 6, lr: float = 0.1, **options: Any
-) -> halfmesh.Engine:
+def linear_engine(config=None, samples=12, *, evaluated=6, lr=0.1, **options: Any) -> halfmesh.Engine:
     """One layer, trained and evaluated in batches of 4: three updates an epoch."""
     torch.manual_seed(0)
     options.setdefault("eval_dataloader", make_loader(evaluated, 4) if evaluated else None)
-    return make_engine(
-        config,
-        model=nn.Linear(FEATURES, CLASSES),
-        optimizer=lambda params: torch.optim.SGD(params, lr=lr),
-        loader=make_loader(samples, 4),
-        **options,
-    )
+    model, loader = nn.Linear(FEATURES, CLASSES), make_loader(samples, 4)
+    optimizer = lambda params: torch.optim.SGD(params, lr=lr)  # noqa: E731
+    return make_engine(config, model=model, optimizer=optimizer, loader=loader, **options)
 
 
 def train(engine: halfmesh.Engine, epochs: int = 1, max_batches: int | None = None) -> list[Any]:
@@ -146,13 +117,7 @@ def summed_loss(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tenso
     return nn.functional.cross_entropy(output, target, reduction="sum"), len(target)
 
 
-def reference(
-    batches: Iterator[tuple[torch.Tensor, torch.Tensor]] | Any,
-    make_optimizer: Callable[..., torch.optim.Optimizer] = sgd,
-    max_norm: float = 0.0,
-    model: nn.Module | None = None,
-    reduction: str = "mean",
-) -> nn.Module:
+def reference(batches, make_optimizer=sgd, max_norm=0.0, model=None, reduction="mean") -> nn.Module:
     """A plain torch loop in fp32."""
     model = MLP() if model is None else model
     optimizer = make_optimizer(model.parameters())
@@ -182,11 +147,11 @@ def difference(weights: dict[str, torch.Tensor], model: nn.Module) -> float:
 class MatmulDtypes(TorchDispatchMode):
     """Collects the dtypes in which matrix products run."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.dtypes: set[torch.dtype] = set()
+        self.dtypes = set()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm):
             self.dtypes.update(a.dtype for a in args if isinstance(a, torch.Tensor))
         return func(*args, **(kwargs or {}))

@@ -21,7 +21,7 @@ PLAN = {
 class CausalSelfAttention(nn.Module):
     """With sizes from the shape of its input, which is whole also where heads are sharded."""
 
-    def __init__(self, n_embd: int, n_head: int, dropout: float) -> None:
+    def __init__(self, n_embd, n_head, dropout):
         super().__init__()
         self.c_attn, self.c_proj = nn.Linear(n_embd, 3 * n_embd), nn.Linear(n_embd, n_embd)
         self.attn_dropout, self.resid_dropout = nn.Dropout(dropout), nn.Dropout(dropout)
@@ -31,9 +31,7 @@ class CausalSelfAttention(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         B, T, C = self.sizes(x)  # noqa: N806 - as such scripts write it
         q, k, v = self.c_attn(x).split(self.n_embd, dim=2)
-        k = k.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
-        q = q.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
-        v = v.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
+        q, k, v = (each.view(B, T, self.n_head, C // self.n_head).transpose(1, 2) for each in (q, k, v))
         att = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(k.size(-1)))
         att = att.masked_fill(self.bias[:, :, :T, :T] == 0, float("-inf"))
         att = self.attn_dropout(F.softmax(att, dim=-1))
@@ -53,7 +51,7 @@ class ShardedAttention(CausalSelfAttention):
 
 
 class MLP(nn.Module):
-    def __init__(self, n_embd: int, dropout: float) -> None:
+    def __init__(self, n_embd, dropout):
         super().__init__()
         self.c_fc, self.gelu = nn.Linear(n_embd, 4 * n_embd), nn.GELU()
         self.c_proj, self.dropout = nn.Linear(4 * n_embd, n_embd), nn.Dropout(dropout)
@@ -63,7 +61,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, attention: type[CausalSelfAttention], n_embd: int, n_head: int, dropout: float) -> None:
+    def __init__(self, attention, n_embd, n_head, dropout):
         super().__init__()
         self.ln_1, self.attn = nn.LayerNorm(n_embd), attention(n_embd, n_head, dropout)
         self.ln_2, self.mlp = nn.LayerNorm(n_embd), MLP(n_embd, dropout)
@@ -76,24 +74,11 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Returns logits."""
 
-    def __init__(
-        self,
-        attention: type[CausalSelfAttention] = ShardedAttention,
-        n_layer: int = 2,
-        n_embd: int = 16,
-        n_head: int = 4,
-        dropout: float = 0.0,
-    ) -> None:
+    def __init__(self, attention=ShardedAttention, n_layer=2, n_embd=16, n_head=4, dropout=0.0):
         super().__init__()
-        self.transformer = nn.ModuleDict(
-            {
-                "wte": nn.Embedding(WORDS, n_embd),
-                "wpe": nn.Embedding(CONTEXT, n_embd),
-                "drop": nn.Dropout(dropout),
-                "h": nn.ModuleList(Block(attention, n_embd, n_head, dropout) for _ in range(n_layer)),
-                "ln_f": nn.LayerNorm(n_embd),
-            }
-        )
+        first = {"wte": nn.Embedding(WORDS, n_embd), "wpe": nn.Embedding(CONTEXT, n_embd), "drop": nn.Dropout(dropout)}
+        blocks = nn.ModuleList(Block(attention, n_embd, n_head, dropout) for _ in range(n_layer))
+        self.transformer = nn.ModuleDict({**first, "h": blocks, "ln_f": nn.LayerNorm(n_embd)})
         self.lm_head = nn.Linear(n_embd, WORDS, bias=False)
         self.transformer["wte"].weight = self.lm_head.weight
 

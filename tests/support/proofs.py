@@ -62,11 +62,8 @@ class Row:
     """A training that has to be that of one process.
 
     Attributes:
-        name: what it shows.
         build: as of `halfmesh.verify`: makes (model, inputs) or (model, (inputs, targets), criterion); a list in place
             of the second is of batches.
-        config: of the training.
-        ranks: of the layout.
         optimizer: makes it of the parameters; None: SGD with momentum.
         updates: how many are compared.
         work: the phases that prove it: the layout in float64, the mode in the layout, or both.
@@ -93,5 +90,5 @@ class Row:
 
 def rows(*given: Row) -> Any:
     """Parametrizes a test by the argument `row`."""
-    marks = {True: pytest.mark.slow, False: ()}
-    return pytest.mark.parametrize("row", [pytest.param(row, id=row.name, marks=marks[row.slow]) for row in given])
+    params = [pytest.param(row, id=row.name, marks=[pytest.mark.slow] * row.slow) for row in given]
+    return pytest.mark.parametrize("row", params)

@@ -12,7 +12,6 @@ import io
 import os
 import random
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -73,15 +72,7 @@ def find_obstacle(world_size: int, sends: bool = False) -> str:
     return f"{place}: {world_size} ranks, and {allowed} may run here" if world_size > allowed else ""
 
 
-def run_ranks(
-    fn: Callable[..., Any],
-    world_size: int,
-    *args: Any,
-    timeout: float = 60,
-    init: bool = True,
-    fresh: bool = False,
-    **kwargs: Any,
-) -> list[Any]:
+def run_ranks(fn, world_size, *args, timeout=60, init=True, fresh=False, **kwargs) -> list[Any]:
     """Call `fn(rank, world_size, *args, **kwargs)` in `world_size` processes; return the results in order of rank.
 
     With `init` a process group exists during the call; without, `fn` makes its own (`free_port` helps). No launch
@@ -94,7 +85,7 @@ def run_ranks(
     """
     if obstacle := find_obstacle(world_size):
         pytest.skip(obstacle)
-    team = _Team(world_size) if fresh else _teams.setdefault(world_size, _Team(world_size))
+    team = _team(world_size) if fresh else _teams.setdefault(world_size, _team(world_size))
     try:
         results = team.call(_run, (fn, args, kwargs), timeout=timeout, group=init)
     finally:
@@ -110,14 +101,12 @@ def meet(rank: int, world_size: int, folder: str | Path) -> None:
         time.sleep(0.01)
 
 
-class _Team(LocalRanks):
+def _team(world_size: int) -> LocalRanks:
     """Ranks where they were asked to run."""
-
-    def __init__(self, world_size: int) -> None:
-        super().__init__(world_size, "cuda" if ranks_on().startswith("nccl") else "cpu", PRELOAD)
+    return LocalRanks(world_size, "cuda" if ranks_on().startswith("nccl") else "cpu", PRELOAD)
 
 
-_teams: dict[int, _Team] = {}
+_teams: dict[int, LocalRanks] = {}
 
 
 def end_teams() -> None:
@@ -126,7 +115,7 @@ def end_teams() -> None:
         _teams.popitem()[1].end()
 
 
-def _run(fn: Callable[..., Any], args: Any, kwargs: Any) -> bytes:
+def _run(fn, args, kwargs) -> bytes:
     """What `fn` returns on this rank."""
     global _rank
     place = find_process()

@@ -16,9 +16,9 @@ from torch.utils._pytree import tree_leaves
 class _Made(TorchDispatchMode):
     """Remembers the memory of every result that is not an argument's."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.storages = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

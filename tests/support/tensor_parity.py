@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -24,18 +25,14 @@ def make_optimizer(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=1.0, weight_decay=0.5)
 
 
-def divide(
-    model: nn.Module, plan: Plan = "auto", sequence_parallel: bool = False, optimizer: Any = None, **config: Any
-) -> halfmesh.Engine:
+def divide(model, plan: Plan = "auto", sequence_parallel=False, optimizer=None, **config: Any) -> halfmesh.Engine:
     """An engine whose layers are divided over all ranks."""
     tensor = {"size": dist.get_world_size(), "plan": plan, "sequence_parallel": sequence_parallel}
     config |= {"parallel": {"tensor": tensor}}
     return halfmesh.initialize(model, optimizer or make_optimizer, config=config, device=rank_device())
 
 
-def parity(
-    model: nn.Module, call: Callable[[Any], torch.Tensor], plan: Plan = "auto", sequence_parallel: bool = False
-) -> float:
+def parity(model: nn.Module, call: Callable[[Any], torch.Tensor], plan: Plan = "auto", sequence_parallel=False):
     """How far a divided model is from the whole one, in its output and in its weights after an update: the largest
     difference, relative to the largest number."""
     whole = here(copy.deepcopy(model))
@@ -85,12 +82,10 @@ def rejection(call: Callable[[], Any]) -> str:
 
 def rejected(model: nn.Module, plan: Plan = "auto", sequence_parallel: bool = False, size: int = 2) -> str:
     """Why a model cannot be divided over `size` ranks; found by the first of them, before it looks for the others."""
-    place = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": 1}
+    place = {"RANK": "0", "LOCAL_RANK": "0", "MASTER_PORT": "1", "MASTER_ADDR": "localhost"}
+    place |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(size))
     tensor = {"size": size, "plan": plan, "sequence_parallel": sequence_parallel}
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in (place | {"MASTER_ADDR": "localhost"}).items():
-            patch.setenv(name, str(value))
-        config = {"parallel": {"tensor": tensor}, "timeout": 1.0}
-        with pytest.raises(IncompatibleConfigError) as caught:
-            halfmesh.initialize(model, make_optimizer, config=config, device="cpu")
+    config = {"parallel": {"tensor": tensor}, "timeout": 1.0}
+    with mock.patch.dict("os.environ", place), pytest.raises(IncompatibleConfigError) as caught:
+        halfmesh.initialize(model, make_optimizer, config=config, device="cpu")
     return str(caught.value)
