@@ -105,25 +105,6 @@ def test_edit_stamps_see_every_kind_of_edit():
     assert _torch.edit_stamp(param) == stamps[-1]
 
 
-def test_hooks_are_seen():
-    seen, layer = [], nn.Linear(2, 2)
-    layer.register_load_state_dict_pre_hook(lambda m, s, p, metadata, *_: seen.append(_torch.assigns(metadata)))
-    for assign in (True, False):
-        layer.load_state_dict(layer.state_dict(), assign=assign)
-    assert seen == [True, False]
-    param = layer.weight
-    for register in (param.register_hook, param.register_post_accumulate_grad_hook):
-        assert not _torch.has_grad_hooks(param)
-        handle = register(print)
-        assert _torch.has_grad_hooks(param)
-        handle.remove()
-    for kind in ("forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"):
-        handle = getattr(layer, f"register_{kind}")(print)
-        assert _torch.call_hooks(layer) == [print]
-        handle.remove()
-        assert _torch.call_hooks(layer) == []
-
-
 def test_tensors_without_memory():
     assert not _torch.in_shapes_only()
     with _torch.shapes_only():

@@ -12,6 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import halfmesh
+from tests.counts.test_walk import update
+from tests.support.models import adamw
 from tests.support.ranks import here, rank_device, run_ranks
 
 pytestmark = pytest.mark.distributed
@@ -63,20 +65,11 @@ class Block(nn.Module):
 def sent_in_an_update(rank: int, world_size: int, config: Any) -> dict[str, tuple[int, int]]:
     """Of the fourth: in the first ones ranks also compare what users may get wrong."""
     model = nn.Sequential(*(Block() for _ in range(BLOCKS)))
-    engine = halfmesh.initialize(
-        model,
-        torch.optim.AdamW(model.parameters(), lr=0.01),
-        nn.MSELoss(),
-        config=config | {"fused": False},
-        device=rank_device(),
-    )
+    engine = halfmesh.initialize(model, adamw, nn.MSELoss(), config=config | {"fused": False}, device=rank_device())
     batch = here(torch.randn(8, 8))
     for _ in range(4):
         with Sent() as sent:
-            for _ in range(engine.config.gradient_accumulation):
-                engine.zero_grad()
-                engine.backward(engine.criterion(engine(batch), batch))
-                engine.step()
+            update(engine, batch)
     return dict(sent.found)
 
 

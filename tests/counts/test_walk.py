@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import halfmesh
+from tests.support.models import sgd
 from tests.support.ranks import here, rank_device, run_ranks
 
 HOUSE = str(Path(halfmesh.__file__).parent)
@@ -20,11 +19,11 @@ CONFIG = {"fp16": {"mode": "naive"}, "gradient_accumulation": 2, "clip_grad_norm
 PIPELINE = {"parallel": {"pipeline": {"size": 2, "microbatches": 2, "partition": ["4"]}}}
 
 
-def walk(work: Callable[[], Any]) -> Counter[str]:
+def walk(work) -> Counter[str]:
     """Calls of functions of halfmesh by file, while `work` is done. (Comprehensions are no calls since Python 3.12.)"""
     calls: Counter[str] = Counter()
 
-    def note(frame: Any, event: str, _: Any) -> None:
+    def note(frame, event, _):
         code = frame.f_code
         if event == "call" and code.co_filename.startswith(HOUSE) and not code.co_name.startswith("<"):
             calls[code.co_filename.removeprefix(HOUSE + "/")] += 1
@@ -37,23 +36,20 @@ def walk(work: Callable[[], Any]) -> Counter[str]:
     return calls
 
 
-def make_engine(config: Any) -> Any:
-    layers = [layer for _ in range(5) for layer in (nn.Linear(8, 8), nn.Tanh())]  # ten tensors
-    model = nn.Sequential(*layers)
-    return halfmesh.initialize(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), nn.MSELoss(), config=config, device=rank_device()
-    )
+def make_engine(config):
+    model = nn.Sequential(*(layer for _ in range(5) for layer in (nn.Linear(8, 8), nn.Tanh())))  # ten tensors
+    optimizer = sgd(model.parameters())
+    return halfmesh.initialize(model, optimizer, nn.MSELoss(), config=config, device=rank_device())
 
 
-def update(engine: Any, batch: Any) -> None:
-    """One update of two batches."""
+def update(engine, batch):
     for _ in range(engine.config.gradient_accumulation):
         engine.zero_grad()
         engine.backward(engine.criterion(engine(batch), batch))
         engine.step()
 
 
-def walks(rank: int, world_size: int, config: Any) -> tuple[Counter[str], Counter[str]]:
+def walks(rank, world_size, config):
     """Of initialize, and of the third update."""
     engines = []
     first = walk(lambda: engines.append(make_engine(config)))
