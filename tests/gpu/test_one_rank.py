@@ -40,20 +40,19 @@ def model_and_shards() -> tuple[nn.Module, list[ParamShard]]:
     return model, [ParamShard(name, param) for name, param in model.named_parameters()]
 
 
-def grads_of(model: nn.Module) -> list[torch.Tensor]:
-    """After a backward."""
+def backward(model: nn.Module) -> nn.Module:
     model(here(torch.ones(4, 8))).square().sum().backward()
-    return [param.grad.clone() for param in model.parameters()]
+    return model
 
 
 def all_reduced(rank, world_size):
     model, shards = model_and_shards()
-    expected = grads_of(model_and_shards()[0])
     reducer = Reducer(shards, dict(model.named_buffers()), dist.group.WORLD, ReduceOptions())
     reducer.open(last=True)
-    grads_of(model)
+    backward(model)
     reducer.finish()
-    assert all(torch.equal(param.grad, grad) for param, grad in zip(model.parameters(), expected, strict=True))
+    pairs = zip(model.parameters(), backward(model_and_shards()[0]).parameters(), strict=True)
+    assert all(torch.equal(param.grad, other.grad) for param, other in pairs)
 
 
 def scattered_and_gathered(rank, world_size):
@@ -62,7 +61,7 @@ def scattered_and_gathered(rank, world_size):
     with torch.no_grad():
         bucket = SliceBucket(shards, torch.float32, dist.group.WORLD, (), Counter())
         with torch.enable_grad():
-            expected = grads_of(model)
+            expected = [param.grad.clone() for param in backward(model).parameters()]
         bucket.start(bucket.pack()).wait()
         bucket.assign_grads(bucket.sent, ())
         params = [part.param for part in bucket.slices]
