@@ -184,7 +184,7 @@ SUITES = {
     "zero1 beside one process": ["tests/parity/test_sharding.py", "-m", "not slow", "-k", "zero1"],
     "fsdp beside one process": ["tests/parity/test_sharding.py", "-m", "not slow", "-k", "odd and fsdp"],
 }
-FEW = {"a layout": ["tests/composition/test_parity.py", "-k", "none-mlp-tp2-dp2-x1-fsdp"]}
+FEW = {"a layout": ["tests/composition/test_parity.py", "-m", "not slow", "-k", "none-mlp-tp2-dp2-x1-fsdp"]}
 
 
 def ranks_on_one_gpu(page: Page, suites: Mapping[str, Sequence[str]] = SUITES, place: str = "gloo-cuda") -> None:
