@@ -228,21 +228,25 @@ def test_what_is_kept_may_be_too_much_already():
 
 
 SIZES = {"num_attention_heads": 2, "hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 16}
-IDS = torch.zeros(2, 8, dtype=torch.int64)
+
+
+def inputs():
+    ids = torch.zeros(2, 8, dtype=torch.int64)
+    return {"input_ids": ids, "labels": ids}
 
 
 def llama():
     """Looks into positions whether sequences are joined, as it does without a cache."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    return LlamaForCausalLM(LlamaConfig(**SIZES, use_cache=False)), {"input_ids": IDS, "labels": IDS}
+    return LlamaForCausalLM(LlamaConfig(**SIZES, use_cache=False)), inputs()
 
 
 def mixtral():
     from transformers import MixtralConfig, MixtralForCausalLM
 
     config = MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=2)
-    return MixtralForCausalLM(config), {"input_ids": IDS, "labels": IDS}
+    return MixtralForCausalLM(config), inputs()
 
 
 @pytest.mark.parametrize(
