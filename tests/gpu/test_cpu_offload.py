@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 import halfmesh
 from halfmesh.distributed.local_ranks import free_port
-from tests.parallel.sharding.runs import Odd, train
+from tests.parallel.sharding.runs import Odd, take_step
 from tests.support.checkpoint_runs import whole_state
 from tests.support.models import adamw
 from tests.support.ranks import run_ranks
@@ -35,7 +35,7 @@ def trains_alike(rank, world_size, port):
         config = {"parallel": {"data": {"strategy": "fsdp", "cpu_offload": offload}}, "clip_grad_norm": 0.05}
         engine = halfmesh.initialize(Odd(), adamw, on_gpu, config=config, device=f"cuda:{rank}")
         engine.model.register_forward_pre_hook(lambda _, args: tuple(arg.cuda() for arg in args))
-        norms = [result[0] for result in train(engine, rank, steps=3)]
+        norms = [take_step(engine, rank, step).grad_norm for step in range(3)]
         tensors = [*engine.model.parameters(), *engine.model.buffers()]
         places = [{t.device.type for t in tensors if isinstance(t, DTensor) == is_part} for is_part in (True, False)]
         runs.append((norms, places, {name: value.cpu() for name, value in whole_state(engine).items()}))
