@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from halfmesh.compat import Row, check, get_rows
 from halfmesh.config.composition import Finding
@@ -16,13 +16,12 @@ from tests.support.versions import SPLIT_SCHEDULES
 
 from .workloads import SAMPLES, WORKLOADS, find_workload
 
-INITIAL_SCALE = 256.0
 MOST_RANKS = 8
 # So that the scale grows by each update. apex has no key for how often it grows.
 SCALES: dict[str | None, dict[str, Any]] = {
-    "torch": {"init_scale": INITIAL_SCALE, "growth_interval": 1},
-    "naive": {"initial_scale": INITIAL_SCALE, "growth_interval": 1, "hysteresis": 1},
-    "apex": {"max_loss_scale": INITIAL_SCALE},
+    "torch": {"init_scale": 256.0, "growth_interval": 1},
+    "naive": {"initial_scale": 256.0, "growth_interval": 1, "hysteresis": 1},
+    "apex": {"max_loss_scale": 256.0},
 }
 # Scales that are powers of 2 round alike, whichever rows are in a microbatch.
 FLOAT8: dict[str | None, dict[str, Any]] = {"torch": {"recipe": "rowwise"}}
@@ -30,15 +29,11 @@ FLOAT8: dict[str | None, dict[str, Any]] = {"torch": {"recipe": "rowwise"}}
 APEX_LEVELS = {"apex_o1": {"opt_level": "O1"}, "apex_o2": {"opt_level": "O2"}}
 
 
-@dataclass(frozen=True)
-class Mode:
-    """A row of the composition table, with options of its mode."""
+class Mode(NamedTuple):
+    """A row of the composition table, and the config of its mode."""
 
     row: Row
-    options: dict[str, Any]
-
-    def config(self, **more: Any) -> dict[str, Any]:
-        return {self.row.key: {"mode": self.row.mode, **self.options, **more}} if self.row.key else {}
+    config: dict[str, Any]
 
 
 def _modes() -> Iterator[tuple[str, Mode]]:
@@ -46,7 +41,7 @@ def _modes() -> Iterator[tuple[str, Mode]]:
         variants = APEX_LEVELS if (row.mode, row.key) == ("apex", "fp16") else {str(row).replace(" ", "_"): {}}
         for name, options in variants.items():
             more = {"fp16": SCALES.get(row.mode, {}), "fp8": FLOAT8.get(row.mode, {})}
-            yield name, Mode(row, options | more.get(row.key, {}))
+            yield name, Mode(row, {row.key: {"mode": row.mode} | options | more.get(row.key, {})} if row.key else {})
 
 
 MODES = dict(_modes())
@@ -61,13 +56,6 @@ class Pipe:
     microbatches: int = 1
     chunks: int = 1
 
-    @property
-    def stages(self) -> int:
-        return self.size * self.chunks
-
-    def config(self, partition: Any) -> dict[str, Any]:
-        return {"pipeline": asdict(self) | {"partition": partition}} if self.size > 1 else {}
-
     def __str__(self) -> str:
         chunks = f"v{self.chunks}" if self.chunks > 1 else ""
         return f"pp{self.size}_{self.schedule}_m{self.microbatches}{chunks}"
@@ -76,14 +64,9 @@ class Pipe:
 NO_PIPE = Pipe()
 PIPES = (
     NO_PIPE,
-    Pipe(2, "gpipe", 1),
-    Pipe(2, "gpipe", 4),
-    Pipe(2, "1f1b", 2),
-    Pipe(2, "1f1b", 4),
-    Pipe(2, "interleaved", 2, 2),
+    *(Pipe(2, "gpipe", 1), Pipe(4, "gpipe", 2)),
+    *(Pipe(2, "1f1b", 4), Pipe(4, "1f1b", 4)),
     Pipe(2, "interleaved", 4, 2),
-    Pipe(4, "gpipe", 2),
-    Pipe(4, "1f1b", 4),
     *(Pipe(2, name, 4, 2) for name in SPLIT_SCHEDULES),
 )
 
@@ -115,32 +98,30 @@ class Cell:
         axes = {"tensor": self.tensor, "pipeline": self.pipeline.size, "context": self.context, "expert": self.expert}
         return tuple(kind for kind, size in (axes | {self.strategy: self.data}).items() if size > 1)
 
-    def config(self, **options: Any) -> dict[str, Any]:
-        """What a user would write; with more `options` of the mode."""
-        workload = find_workload(self.model)
-        return MODES[self.mode].config(**options) | {
+    def config(self) -> dict[str, Any]:
+        """What a user would write."""
+        workload, pipe = find_workload(self.model), self.pipeline
+        partition = {"partition": workload.points.get(pipe.size * pipe.chunks, "auto")}
+        return MODES[self.mode].config | {
             "parallel": {
                 "tensor": {"size": self.tensor, "plan": workload.plan, "sequence_parallel": self.sequence_parallel},
                 "data": {"strategy": self.strategy, "size": self.data, "reduce_dtype": self.reduce_dtype},
-                **self.pipeline.config(workload.partition(self.pipeline.stages)),
-                **({"context": self.context} if self.context > 1 else {}),
-                **({"expert": self.expert} if self.expert > 1 else {}),
+                **({"pipeline": asdict(pipe) | partition} if pipe.size > 1 else {}),
+                "context": self.context,
+                "expert": self.expert,
             },
             "gradient_accumulation": self.gradient_accumulation,
             "clip_grad_norm": workload.max_norm if self.clip_grad_norm else 0.0,
         }
 
     def findings(self) -> list[Finding]:
-        """What halfmesh has against the config."""
-        # Which does not depend on these, and takes a millisecond.
-        return _findings(
-            replace(self, model="mlp", sequence_parallel=False, gradient_accumulation=1, clip_grad_norm=False)
-        )
+        """What halfmesh has against the config, which does not depend on these."""
+        plain = {"model": "mlp", "sequence_parallel": False, "gradient_accumulation": 1, "clip_grad_norm": False}
+        return _findings(replace(self, **plain))
 
     @property
     def divides_unknown_sequence(self) -> bool:
-        """Whether it asks for sequence parallelism of a model whose plan does not say where, or for sequences of a
-        model that has none."""
+        """Whether the plan does not say where the sequence is that is to be divided, or there is none."""
         workload = find_workload(self.model)
         return (self.sequence_parallel and not workload.sequence) or (self.context > 1 and not workload.tokens)
 
@@ -181,6 +162,10 @@ EXPERTS = (
     Cell("naive_bf16", "mixtral", data=4, reduce_dtype="bfloat16", gradient_accumulation=2, expert=2),
 )
 """The cells with experts, which are data ranks; all are among those that stand for the others."""
+LARGE = (
+    Cell("torch_fp16", "gpt", 2, 2, pipeline=Pipe(2, "1f1b", 4), strategy="zero1"),
+    Cell("naive_fp16", "llama", 2, 2, True, 1, True, pipeline=Pipe(2, "interleaved", 4, 2)),
+)
 
 
 @cache
@@ -192,9 +177,8 @@ def is_possible(cell: Cell) -> bool:
     """Whether the samples can be divided so, the ranks are not too many for a small machine, and each axis that has no
     effect in it has its default."""
     parts = cell.data * cell.gradient_accumulation * cell.pipeline.microbatches
-    is_idle = (cell.tensor == 1 and cell.sequence_parallel) or (
-        cell.data == 1 and (cell.reduce_dtype, cell.strategy) != ("float32", "replicate")
-    )
+    is_plain = cell.reduce_dtype == "float32" and cell.strategy == "replicate"
+    is_idle = (cell.tensor == 1 and cell.sequence_parallel) or (cell.data == 1 and not is_plain)
     return SAMPLES % parts == 0 and cell.world_size <= MOST_RANKS and not is_idle
 
 
@@ -220,11 +204,6 @@ def groups(cell: Cell, size: int) -> set[tuple[Any, ...]]:
     return set(itertools.combinations(values, size))
 
 
-def is_plain(cell: Cell) -> bool:
-    """Whether no pipeline cuts the model, ranks have whole sequences, and data ranks whole copies."""
-    return cell.pipeline == NO_PIPE and cell.context == 1 and cell.strategy == "replicate"
-
-
 @cache
 def few() -> tuple[Cell, ...]:
     """Few allowed combinations on at most 4 ranks in which every possible value of each axis occurs, each mode and each
@@ -242,8 +221,7 @@ def few() -> tuple[Cell, ...]:
 def covering() -> tuple[Cell, ...]:
     """Few allowed combinations in which every pair of values of two axes occurs that is possible on 4 ranks; and each
     mode with each model where a tensor group divides it, each with each where a pipeline cuts it, each mode with each
-    strategy over data ranks. On 8 ranks each mode where all three kinds of parallelism meet, and any two axes once of
-    which some values need so many."""
+    strategy over data ranks. On 8 ranks both loss scales where all three kinds of parallelism meet."""
 
     def wanted(cell: Cell) -> set[tuple[Any, ...]]:
         found = groups(cell, 2) | {
@@ -251,32 +229,26 @@ def covering() -> tuple[Cell, ...]:
         }
         return found | ({("data", cell.mode, cell.strategy)} if cell.data > 1 else set())
 
-    small = tuple(cell for cell in product() if cell.world_size <= 4)
-    known = {pair for cell in small for pair in groups(cell, 2)}
-
-    def large(cell: Cell) -> set[tuple[Any, ...]]:
-        found: set[tuple[Any, ...]] = {(one, other) for (one, _), (other, _) in groups(cell, 2) - known}
-        return found | ({("3d", cell.mode)} if cell.data > 1 and {"tensor", "pipeline"} <= {*cell.kinds} else set())
-
     done = {each for cell in few() if cell not in EXPERTS for each in wanted(cell)}
-    chosen = (*few(), *_choose(small, lambda cell: wanted(cell) - done), *_choose(product(), large), *EXPERTS)
-    return tuple(sorted(dict.fromkeys(chosen), key=lambda cell: cell.world_size))
+    others = _choose([cell for cell in product() if cell.world_size <= 4], lambda cell: wanted(cell) - done)
+    return tuple(sorted(dict.fromkeys((*few(), *others, *LARGE, *EXPERTS)), key=lambda cell: cell.world_size))
 
 
 @cache
 def thorough() -> tuple[Cell, ...]:
     """All allowed combinations without a pipeline and with replicated weights; and of the others so many that every
     possible three values of three axes occur."""
-    others = tuple(cell for cell in product() if not is_plain(cell))
-    chosen = [*filter(is_plain, product()), *_choose(others, lambda cell: groups(cell, 3))]
-    return tuple(sorted((*chosen, *EXPERTS), key=lambda cell: cell.world_size))
+    plain = [cell for cell in product() if (cell.pipeline, cell.context, cell.strategy) == (NO_PIPE, 1, "replicate")]
+    known = {*plain}
+    others = [cell for cell in product() if cell not in known]
+    chosen = (*plain, *_choose(others, lambda cell: groups(cell, 3)), *EXPERTS)
+    return tuple(sorted(chosen, key=lambda cell: cell.world_size))
 
 
 def _choose(cells: Sequence[Cell], wanted: Callable[[Cell], set[tuple[Any, ...]]]) -> tuple[Cell, ...]:
     """Some of `cells` in which everything occurs that is `wanted` of any.
 
-    Greedy: the one with the most that is still missing, then the next. Of equals one that uses several kinds of
-    parallelism, and then the smallest world.
+    Greedy: the one with the most that is missing; of equals one with several kinds of parallelism, then the smallest.
     """
     kinds = {cell: (cell.tensor > 1) + (cell.data > 1) + (cell.pipeline.size > 1) for cell in cells}
     numbers: dict[tuple[Any, ...], int] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import textwrap
 from collections import defaultdict
@@ -19,12 +20,6 @@ from .parity import MOVEMENT, NORM
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "composition.md"
 
 
-def render() -> str:
-    """The page."""
-    parts = [_INTRODUCTION, render_table().strip(), *_trained(), *_rejected()]
-    return "\n\n".join(parts) + "\n"
-
-
 _INTRODUCTION = """# What composes with what
 
 <!-- Written by `python -m tests.composition.page`; a test compares the two. -->
@@ -35,7 +30,9 @@ choose a layout, read [Which layout for my model](choosing.md); to check your co
 [`halfmesh check`](cli.md#check)."""
 
 
-def _trained() -> Iterator[str]:
+def _parts() -> Iterator[str]:
+    yield _INTRODUCTION
+    yield render_table().strip()
     yield "## How it is proven"
     yield _fill(
         f"""Cells combine a mode, a model, up to 4 tensor, context and pipeline ranks, data ranks with a strategy,
@@ -61,24 +58,21 @@ def _trained() -> Iterator[str]:
     modes = [mode for mode in MODES if mode in TOLERANCES]
     limits: dict[tuple[str, ...], list[str]] = {}
     for mode in modes:
-        limits.setdefault(_limits(mode), []).append(f"`{mode}`")
+        dtype = COMPUTE_DTYPES[mode]
+        words = (f"{limit:.0e}".replace("e-0", "e-") for limit in (TOLERANCES[mode], MOVEMENT[dtype], NORM[dtype]))
+        limits.setdefault(tuple(words), []).append(f"`{mode}`")
     rows = ((", ".join(names), *values) for values, names in limits.items())
     yield _table(("mode", "weights", "distance moved", "gradient norm"), rows)
     yield _fill(
         """*Distance moved* is relative to how far a parameter should move, which shows wrong gradients of small
         weights. The tests also prove that"""
     )
-    yield _list(
-        "layouts without a mode equal plain torch in float64 within 1e-9 (1e-7 of the distance moved);",
-        """skips, loss scale, gradient norm, learning rate and final weights are bitwise equal on all ranks that hold
-        them;""",
-        """in fp16, an inf in one rank's loss, or in its gradient of one parameter, makes every rank skip the update and
-        changes no weight;""",
-        "they can fail: they report [faults put in on purpose](../benchmarks/results/faults.md).",
-    )
-
-
-def _rejected() -> Iterator[str]:
+    yield """\
+- layouts without a mode equal plain torch in float64 within 1e-9 (1e-7 of the distance moved);
+- skips, loss scale, gradient norm, learning rate and final weights are bitwise equal on all ranks that hold them;
+- in fp16, an inf in one rank's loss, or in its gradient of one parameter, makes every rank skip the update and changes
+  no weight;
+- they can fail: they report [faults put in on purpose](../benchmarks/results/faults.md)."""
     yield "## What is rejected"
     found = messages()
     alone = {where for places in found.values() for where in places}
@@ -88,15 +82,18 @@ def _rejected() -> Iterator[str]:
         name = re.match(r"'\w+'", message)
         key = (_combine(kept), message[name.end() :] if name else message)
         names.setdefault(key, []).extend([name[0]] if name else [])
-    rows = ((where, _or(given) + rest) for (where, rest), given in names.items())
-    yield _table(("combination", "message"), rows)
+    said = {where: " or ".join(filter(None, [", ".join(given[:-1]), *given[-1:]])) for where, given in names.items()}
+    yield _table(("combination", "message"), ((where, given + rest) for (where, rest), given in said.items()))
+
+
+def render() -> str:
+    return "\n\n".join(_parts()) + "\n"
 
 
 def findings_of_table(row: Row, column: str) -> list[Finding]:
     """What halfmesh has against the smallest config with this row and column of the composition table."""
-    axes = {name: {name: 2} for name in ("tensor", "context", "expert")} | {
-        "pipeline": {"pipeline": {"size": 2, "microbatches": 2}}
-    }
+    axes = {name: {name: 2} for name in ("tensor", "context", "expert")}
+    axes["pipeline"] = {"pipeline": {"size": 2, "microbatches": 2}}
     config = {"parallel": axes.get(column, {"data": column})} | ({row.key: {"mode": row.mode}} if row.key else {})
     return check(load_config(config), 2, "cpu")
 
@@ -104,18 +101,11 @@ def findings_of_table(row: Row, column: str) -> list[Finding]:
 def messages() -> dict[str, list[str]]:
     """Each message, and what it is an answer to."""
     found: dict[str, list[str]] = defaultdict(list)
-    everything = [
-        finding for row in get_rows() for column in get_columns() for finding in findings_of_table(row, column)
-    ]
-    everything += [finding for cell in every() for finding in cell.findings()]
-    for finding in everything:
+    everything = [findings_of_table(row, column) for row in get_rows() for column in get_columns()]
+    for finding in itertools.chain(*everything, *(cell.findings() for cell in every())):
         if finding.where not in found[finding.message]:
             found[finding.message].append(finding.where)
-    return dict(found)
-
-
-def _or(names: list[str]) -> str:
-    return " or ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
+    return found
 
 
 def _combine(places: Iterable[str]) -> str:
@@ -127,18 +117,8 @@ def _combine(places: Iterable[str]) -> str:
     return "; ".join(f"`{left}`" + (f" x {', '.join(found)}" if found else "") for left, found in right.items())
 
 
-def _limits(mode: str) -> tuple[str, ...]:
-    dtype = COMPUTE_DTYPES[mode]
-    limits = (TOLERANCES[mode], MOVEMENT[dtype], NORM[dtype])
-    return tuple(f"{limit:.0e}".replace("e-0", "e-") for limit in limits)
-
-
-def _fill(text: str, indent: str = "") -> str:
-    return textwrap.fill(" ".join(text.split()), 120, subsequent_indent=indent, break_long_words=False)
-
-
-def _list(*items: str) -> str:
-    return "\n".join(_fill(f"- {item}", indent="  ") for item in items)
+def _fill(text: str) -> str:
+    return textwrap.fill(" ".join(text.split()), 120, break_long_words=False)
 
 
 def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:

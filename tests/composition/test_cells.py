@@ -1,7 +1,5 @@
 """The composition table, its cells, and what is rejected: a combination is trained to parity or raises its message."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
@@ -11,16 +9,7 @@ from halfmesh.compat import composition_table, get_columns, get_rows, raise_for
 from halfmesh.errors import IncompatibleConfigError
 from tests.support.versions import SPLIT_SCHEDULES
 
-from .cells import (
-    AXES,
-    EXPERTS,
-    MODES,
-    covering,
-    every,
-    few,
-    groups,
-    product,
-)
+from .cells import AXES, EXPERTS, MODES, covering, every, few, groups, product
 from .page import PAGE, findings_of_table, render
 from .workloads import WORKLOADS
 
@@ -39,8 +28,6 @@ def test_every_pair_of_values_is_in_a_covering_cell_and_every_mode_with_every_mo
     for kind in ("tensor", "pipeline"):  # divided, and cut
         cells = {(cell.mode, cell.model) for cell in plain if kind in cell.kinds}
         assert cells == {(mode, model) for mode in TRAINED for model in WORKLOADS}
-    assert {cell.mode for cell in plain if cell.data > 1 and {"tensor", "pipeline"} <= {*cell.kinds}} == {*TRAINED}
-    assert sum(cell.world_size == 8 for cell in plain) < 15, "they are slow"
 
 
 @pytest.mark.parametrize("column", get_columns())

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from .cells import Cell, Pipe
-from .training import digest, make_engine, run_cell
+from .parity import digest, make_engine, run_cell
 
 pytestmark = pytest.mark.distributed
 

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import TensorDataset
 
 UPDATES = 6
 SAMPLES = 8
@@ -44,39 +43,21 @@ MLP_PLAN = {"up": "colwise", "down": "rowwise", "again": "rowwise_split", "head"
 
 @dataclass(frozen=True)
 class Workload:
-    """A model and how to train it.
-
-    Attributes:
-        make: the model.
-        data: what it sees in all updates, inputs and targets.
-        lr: so high that a wrong gradient moves the weights visibly, so low that rounding does not grow.
-        max_norm: clips some of the updates, not all.
-        plan: `parallel.tensor.plan`.
-        sequence: whether the plan says how the sequence is divided.
-        tokens: whether it takes tokens, [batch, sequence].
-        points: `parallel.pipeline.partition` for each number of stages; elsewhere "auto".
-    """
+    """A model and how to train it."""
 
     make: Callable[[], nn.Module]
-    data: Callable[[], tuple[torch.Tensor, torch.Tensor]]
-    lr: float
-    max_norm: float
+    data: Callable[[], tuple[torch.Tensor, torch.Tensor]]  # inputs and targets of all updates
+    lr: float  # so high that a wrong gradient moves the weights visibly, so low that rounding does not grow
+    max_norm: float  # clips some of the updates, not all
     plan: str | Mapping[str, str] = "auto"
-    sequence: bool = True
-    tokens: bool = False
-    points: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
-
-    def partition(self, stages: int) -> str | tuple[str, ...]:
-        return self.points.get(stages, "auto")
+    sequence: bool = True  # whether the plan says how the sequence is divided
+    tokens: bool = False  # whether it takes tokens, [batch, sequence]
+    points: Mapping[int, tuple[str, ...]] = field(default_factory=dict)  # where so many stages are cut; else "auto"
 
     def build(self, seed: int = 0) -> nn.Module:
         """The model with initial weights of its own for each seed."""
         torch.manual_seed(seed)
         return self.make()
-
-    @property
-    def dataset(self) -> TensorDataset:
-        return TensorDataset(*self.data())
 
 
 def criterion(output: Any, target: torch.Tensor) -> torch.Tensor:
@@ -122,14 +103,10 @@ def _mixtral() -> nn.Module:
     return MixtralForCausalLM(MixtralConfig(**sizes, **experts, use_cache=False))
 
 
-def _generator() -> torch.Generator:
-    return torch.Generator().manual_seed(1)
-
-
 @cache
 def _labelled(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Noise around one pattern for each class."""
-    generator = _generator()
+    generator = torch.Generator().manual_seed(1)
     patterns = torch.randn(CLASSES, *shape, generator=generator)
     labels = torch.randint(CLASSES, (UPDATES * SAMPLES,), generator=generator)
     return patterns[labels] + torch.randn(len(labels), *shape, generator=generator), labels
@@ -138,7 +115,7 @@ def _labelled(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
 @cache
 def _text() -> tuple[torch.Tensor, torch.Tensor]:
     """Sequences that count on from a random word, with the next word as target."""
-    start = torch.randint(WORDS, (UPDATES * SAMPLES, 1), generator=_generator())
+    start = torch.randint(WORDS, (UPDATES * SAMPLES, 1), generator=torch.Generator().manual_seed(1))
     words = (start + torch.arange(CONTEXT + 1)) % WORDS
     return words[:, :-1].contiguous(), words[:, 1:].contiguous()
 

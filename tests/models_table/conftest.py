@@ -1,7 +1,5 @@
 """What several ranks import is imported once: by the server that they are forked from."""
 
-from __future__ import annotations
-
 from tests.support.ranks import PRELOAD
 
 PRELOAD.extend(["timm", "torchvision"])

@@ -45,9 +45,6 @@ def test_trains_as_one_process(row):
     row.prove()
 
 
-# --- dropout and recomputation --------------------------------------------------------------------------------------
-
-
 def dropping_gpt2() -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -78,9 +75,6 @@ def recomputed(rank: int, world_size: int, layout: str, reentrant: bool) -> bool
 @pytest.mark.parametrize(("layout", "reentrant"), [("tensor", False), ("fsdp", True)])
 def test_transformers_own_gradient_checkpointing_with_dropout(layout, reentrant):
     assert run_ranks(recomputed, 2, layout, reentrant) == [True, True]
-
-
-# --- outputs --------------------------------------------------------------------------------------------------------
 
 
 def test_what_a_model_of_transformers_returns_is_what_it_returns_by_itself():
