@@ -1,13 +1,12 @@
 """examples/plugin, a package with entry points: it joins, is checked, trains; and what a broken one does to others."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
 import subprocess
 import sys
 import tomllib
+from configparser import ConfigParser
 from importlib.util import find_spec
 
 import pytest
@@ -21,79 +20,70 @@ GROUPS = ("amp_plugins", "tensor_plans", "hooks")
 def python(*args, path, cwd):
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([*map(str, path), str(ROOT)]), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *map(str, args)]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=cwd, timeout=200)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=cwd, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 def add_package(site, name, entry_points):
     info = site / f"{name}-1.0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-    lines = []
-    for group, points in entry_points.items():
-        lines += [f"[{group}]", *(f"{key} = {value}" for key, value in points.items())]
-    (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
-    return site
+    parser = ConfigParser()
+    parser.read_dict(entry_points)
+    with (info / "entry_points.txt").open("w") as file:
+        parser.write(file)
 
 
-ANSWERS = """
+QUESTIONS = """
 import json, sys
 import halfmesh
 from halfmesh.compat import composition_table
 
-def said(config):
+def said(call, *args):
     try:
-        halfmesh.load_config(config)
-    except halfmesh.ConfigError as error:
+        call(*args)
+    except (halfmesh.ConfigError, halfmesh.RegistryError) as error:
         return str(error)
     return "nothing"
 
-def fit(hooks):
+def load(mode, **keys):
+    halfmesh.load_config({"fp16": {"mode": mode, **keys}})
+
+def fit(hook):
     import torch
-    from torch.utils.data import DataLoader, TensorDataset
-    model = torch.nn.Linear(4, 2)
-    data = DataLoader(TensorDataset(torch.randn(8, 4), torch.zeros(8, dtype=torch.int64)), batch_size=4)
-    loss, config = torch.nn.CrossEntropyLoss(), {"fp16": {"mode": "torch"}}
-    engine = halfmesh.initialize(model, torch.optim.SGD(model.parameters()), loss, data, config, device="cpu")
-    try:
-        halfmesh.Trainer(engine).fit(epochs=1, hooks=hooks)
-    except halfmesh.RegistryError as error:
-        return str(error)
-    return "nothing"
+    model, loss, config = torch.nn.Linear(4, 2), torch.nn.MSELoss(), {"fp16": {"mode": "torch"}}
+    engine = halfmesh.initialize(model, torch.optim.SGD(model.parameters()), loss, config=config, device="cpu")
+    halfmesh.Trainer(engine).fit([(torch.randn(4, 4), torch.randn(4, 2))], epochs=1, hooks=[hook])
+
+print(json.dumps([
+    [sorted(halfmesh.AMP_PLUGINS.names()), "gated_mlp" in halfmesh.TENSOR_PLANS.names(),
+     "skip_rate" in halfmesh.HOOKS.names(), "halfmesh_plugin_example" in sys.modules],
+    composition_table()["keepnorm fp16"],
+    said(lambda: load("keepnorm", initial_scal=2)),
+    *(said(load, mode) for mode in ("keepnrom", "crashes", "number", "naive", "torch")),
+    *(said(fit, hook) for hook in ("skip_rate", "crashes", "memory")),
+]))
 """
 
 
-def ask(code, path, tmp_path):
-    done = python("-c", f"{ANSWERS}\nprint('=', json.dumps({code}))", path=path, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.rpartition("= ")[2])
-
-
 def test_names_of_packages_are_registered_and_a_broken_one_breaks_nothing_else(tmp_path):
-    entry_points = tomllib.loads((PACKAGE / "pyproject.toml").read_text())["project"]["entry-points"]
-    site = add_package(tmp_path / "site", "halfmesh_plugin_example", entry_points)
+    site = tmp_path / "site"
+    project = tomllib.loads((PACKAGE / "pyproject.toml").read_text())["project"]
+    add_package(site, "halfmesh_plugin_example", project["entry-points"])
     add_package(site, "crashing", {f"halfmesh.{group}": {"crashes": "crashing:A"} for group in GROUPS})
     add_package(site, "numbers", {"halfmesh.amp_plugins": {"number": "numbered:number", "naive": "numbered:number"}})
     (site / "crashing.py").write_text("raise OSError('no licence')\n")
     (site / "numbered.py").write_text("number = 3\n")
-    code = """[
-        [sorted(halfmesh.AMP_PLUGINS.names()), "gated_mlp" in halfmesh.TENSOR_PLANS.names(),
-         "skip_rate" in halfmesh.HOOKS.names(), "halfmesh_plugin_example" in sys.modules],
-        composition_table()["keepnorm fp16"],
-        said({"fp16": {"mode": "keepnorm", "initial_scal": 2}}),
-        *(said({"fp16": {"mode": mode}}) for mode in ("keepnrom", "crashes", "number", "naive", "torch")),
-        *(fit([hook]) for hook in ("skip_rate", "crashes", "memory")),
-    ]"""
-    found = ask(code, [site, PACKAGE / "src"], tmp_path)
-    assert found[0] == [["apex", "crashes", "keepnorm", "naive", "number", "torch"], True, True, False], "not imported"
-    assert {column for column, cell in found[1].items() if cell == "yes"} == {"tensor", "replicate"}
-    assert "fp16.initial_scal: unknown key; did you mean 'initial_scale'?" in found[2]
-    assert "did you mean 'keepnorm'" in found[3]
-    words = "is registered as 'crashing:A' by the package 'crashing', which fails: OSError: no licence"
-    assert words in found[4]
-    assert "which fails: 3 is not a mode; expected a subclass of halfmesh.AMPPlugin" in found[5]
-    assert found[6:9] == ["nothing"] * 3, "halfmesh's own names are not replaced"
-    assert words in found[9]
-    assert found[10] == "nothing"
+    printed = python("-c", QUESTIONS, path=[site, PACKAGE / "src"], cwd=tmp_path)
+    names, cells, *said = json.loads(printed.splitlines()[-1])
+    assert names == [["apex", "crashes", "keepnorm", "naive", "number", "torch"], True, True, False], "not imported"
+    assert {column for column, cell in cells.items() if cell == "yes"} == {"tensor", "replicate"}
+    crashes = "is registered as 'crashing:A' by the package 'crashing', which fails: OSError: no licence"
+    words = ["fp16.initial_scal: unknown key; did you mean 'initial_scale'?", "did you mean 'keepnorm'", crashes]
+    words += ["which fails: 3 is not a mode; expected a subclass of halfmesh.AMPPlugin"]
+    words += ["nothing"] * 3 + [crashes, "nothing"]  # halfmesh's own names are not replaced
+    assert [each in found for each, found in zip(words, said, strict=True)] == [True] * 9, said
 
 
 @pytest.mark.slow
@@ -104,8 +94,6 @@ def test_installed_by_pip_it_works_and_its_own_tests_pass(tmp_path):
     source = shutil.copytree(PACKAGE, tmp_path / "source")  # pip writes into the folder that it builds
     site = tmp_path / "site"
     pip = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-index", "--no-deps"]
-    done = python(*pip, "--no-build-isolation", "--target", site, source, path=[], cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    done = python("-m", "pytest", "-q", "-p", "no:cacheprovider", source / "tests", path=[site], cwd=tmp_path)
-    assert done.returncode == 0, done.stdout
-    assert "23 passed" in done.stdout
+    python(*pip, "--no-build-isolation", "--target", site, source, path=[], cwd=tmp_path)
+    tests = ["-m", "pytest", "-q", "-p", "no:cacheprovider", source / "tests"]
+    assert "23 passed" in python(*tests, path=[site], cwd=tmp_path)

@@ -1,7 +1,5 @@
 """train_vit.py and train_gpt.py: what they train and write, alone and in layouts, and the data that they read."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ from tests.support.example_runs import CONFIGS, ROOT, launch
 pytestmark = pytest.mark.distributed
 
 SIZE = 32  # pixels: a ViT-Tiny with patches of 16 sees four of them
-INTERLEAVED = ["parallel.pipeline.schedule=interleaved", "parallel.pipeline.chunks=2"]
+INTERLEAVED = ["parallel.pipeline.schedule=interleaved", "parallel.pipeline.chunks=2", "bf16=null"]
 SMALL_GPT = ["--max-bytes", 20_000, "--context", 16, "--width", 16, "--validation-windows", 4, "--dropout", 0]
 
 
@@ -42,14 +40,6 @@ def test_an_accuracy_that_is_too_low(tmp_path):
     assert (metrics["config"], metrics["seed"], metrics["tests"][0]["update"]) == ("naive_fp16", 3, 4)
 
 
-@pytest.mark.slow
-def test_images_in_folders_end_to_end(image_folder, tmp_path):
-    args = ["--data", "imagefolder", "--data-root", image_folder, "--model", "vit_tiny_patch16_224"]
-    args += ["--image-size", SIZE, "--workers", 1]
-    metrics, _ = train("train_vit.py", tmp_path, "torch_bf16", ["NUM_EPOCHS=1", "BATCH_SIZE=2"], *args)
-    assert metrics["tests"][0]["update"] == 3
-
-
 def draw(path, mode="RGB", seed=0):
     """A small picture of noise."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -58,18 +48,21 @@ def draw(path, mode="RGB", seed=0):
     Image.fromarray(pixels).save(path)
 
 
-@pytest.fixture
-def image_folder(tmp_path):
+@pytest.mark.slow
+def test_images_in_folders_end_to_end(tmp_path):
     for part, count in (("train", 3), ("val", 2)):
-        for label in ("cat", "dog"):
-            for i in range(count):
-                draw(tmp_path / "pets" / part / label / f"{i}.png", seed=i)
-    return tmp_path / "pets"
+        for number in range(2 * count):
+            draw(tmp_path / "pets" / part / ("cat", "dog")[number % 2] / f"{number}.png", seed=number)
+    args = ["--data", "imagefolder", "--data-root", tmp_path / "pets", "--model", "vit_tiny_patch16_224"]
+    args += ["--image-size", SIZE, "--workers", 1]
+    metrics, _ = train("train_vit.py", tmp_path, "torch_bf16", ["NUM_EPOCHS=1", "BATCH_SIZE=2"], *args)
+    assert metrics["tests"][0]["update"] == 3
 
 
 @pytest.mark.promise("ViT on Caltech101", "`examples/train_vit.py`", of="Colossal-AI", page="../examples/README.md")
 def test_caltech101(tmp_path):
-    """Two classes of 7 and 3 images, one of them grey, and the one directory that is not a class."""
+    """Two classes of 7 and 3 images, one of them grey, and the one directory that is not a class. What is missing is
+    named, and nothing is downloaded."""
     categories = tmp_path / "caltech101" / "101_ObjectCategories"
     for name, count in (("BACKGROUND_Google", 1), ("ant", 7), ("yin_yang", 3)):
         for i in range(1, count + 1):
@@ -81,9 +74,6 @@ def test_caltech101(tmp_path):
     assert sorted(label for _, label in samples) == [0] * 7 + [1] * 3
     assert [label for _, label in data.test] == [0, 1]
     assert torch.equal(data.test[0][0], data.test[0][0])  # no augmentation there
-
-
-def test_what_is_missing_is_named_and_nothing_is_downloaded(tmp_path):
     root = tmp_path / "nothing"
     message = rf"no directory {root}/caltech101/101_ObjectCategories\.\nRun once with --download \(131 MB"
     with pytest.raises(vit_data.MissingDataError, match=message):
@@ -116,7 +106,7 @@ def test_it_learns_and_writes_and_so_it_does_in_three_dimensions(tmp_path):
 @pytest.mark.parametrize(
     ("script", "args", "config", "ranks", "settings"),
     [
-        ("train_vit.py", ["--limit", 64], "pipeline", 2, [*INTERLEAVED, "bf16=null"]),
+        ("train_vit.py", ["--limit", 64], "pipeline", 2, INTERLEAVED),
         ("train_gpt.py", SMALL_GPT, "three_d", 4, ["parallel.data.size=null", "bf16=null"]),
     ],
 )

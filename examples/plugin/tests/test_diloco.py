@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import copy
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 
 import halfmesh
@@ -55,18 +52,13 @@ def train(rank: int, length: int, folder: Path) -> dict[str, torch.Tensor]:
     return weights
 
 
-def one_of_two(rank: int, port: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+def one_of_two(rank: int, folder: str) -> None:
     for length in INNER:
         torch.save(train(rank, length, Path(folder) / f"saved-{length}"), Path(folder) / f"{length}-{rank}.pt")
-    dist.destroy_process_group()
 
 
-def save_by_itself(rank: int, port: int, folder: str) -> None:
+def save_by_itself(rank: int, folder: str) -> None:
     """Rounds of four updates; the second run is told to stop within its second round."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     for name in ("whole", "told"):
         model, x, y = make()
         saves = {"directory": f"{folder}/{name}", "every": 4}
@@ -84,14 +76,10 @@ def save_by_itself(rank: int, port: int, folder: str) -> None:
             stopped = str(error.folder)[-2:]
         engine.close()
         assert stopped in (("08", "12") if name == "told" else ("",))  # 12: the other rank has begun the third round
-    dist.destroy_process_group()
 
 
-def test_saves_are_after_rounds_and_a_stop_waits_for_the_end_of_its_round(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    mp.spawn(save_by_itself, args=(port, str(tmp_path)), nprocs=2)
+def test_saves_are_after_rounds_and_a_stop_waits_for_the_end_of_its_round(tmp_path: Path, start: Any) -> None:
+    start(save_by_itself, 2)
     names = [f"step-000000{step}" for step in ("04", "08", "12")]
     assert sorted(path.name for path in (tmp_path / "whole").glob("step-*")) == names
     assert sorted(path.name for path in (tmp_path / "told").glob("step-*")) in (names, names[:2])
@@ -117,11 +105,8 @@ def by_hand(length: int) -> dict[str, torch.Tensor]:
     return weights
 
 
-def test_parity(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    mp.spawn(one_of_two, args=(port, str(tmp_path)), nprocs=2)
+def test_parity(tmp_path: Path, start: Any) -> None:
+    start(one_of_two, 2)
     for length in INNER:
         expected = by_hand(length)
         for rank in range(2):

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 
 import halfmesh
@@ -53,20 +50,14 @@ def train(config: dict[str, Any], folder: Path | None = None) -> tuple[dict[str,
     return full["model"], full["optimizer"]["state"]
 
 
-def one_of_two(rank: int, port: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+def one_of_two(rank: int, folder: str) -> None:
     for name, config in CONFIGS.items():
         found = train({"parallel": {"data": "owned"}, **config}, Path(folder) / f"saved {name}")
         torch.save(found, Path(folder) / f"{name}-{rank}.pt")
-    dist.destroy_process_group()
 
 
-def test_parity(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    mp.spawn(one_of_two, args=(port, str(tmp_path)), nprocs=2)
+def test_parity(tmp_path: Path, start: Any) -> None:
+    start(one_of_two, 2)
     for name, config in CONFIGS.items():
         expected = train({key: value for key, value in config.items() if key != "parallel"})
         for rank in range(2):

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 
 import halfmesh
@@ -55,21 +53,15 @@ def train(config: dict[str, Any], folder: Path | None = None, dropout: float = 0
     return weights
 
 
-def one_of_many(rank: int, size: int, port: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
+def one_of_many(rank: int, folder: str) -> None:
     for name, (ranks, config) in CONFIGS.items():
-        if ranks == size:
+        if ranks == dist.get_world_size():
             torch.save(train(config, Path(folder) / f"saved {name}"), Path(folder) / f"{name}-{rank}.pt")
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_parity(tmp_path: Path, size: int) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    mp.spawn(one_of_many, args=(size, port, str(tmp_path)), nprocs=size)
+def test_parity(tmp_path: Path, size: int, start: Any) -> None:
+    start(one_of_many, size)
     for name, (ranks, config) in CONFIGS.items():
         if ranks != size:
             continue
