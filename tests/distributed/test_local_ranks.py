@@ -1,7 +1,5 @@
 """Ranks of this machine: what they give back, which error is told, and that nothing of them is left."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
@@ -96,22 +94,16 @@ def is_running(pid):
 
 
 @pytest.fixture
-def temporary(tmp_path, monkeypatch):
-    """Where temporary folders are made; none of the ranks' may be left."""
-    (tmp_path / "temporary").mkdir()
+def seen(tmp_path, monkeypatch):
+    """Where `hang` notes its processes. No temporary folder of ranks may be left."""
+    for name in ("temporary", "seen"):
+        (tmp_path / name).mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
-    yield
+    yield tmp_path / "seen"
     assert not list((tmp_path / "temporary").glob("halfmesh_ranks_*"))
 
 
-@pytest.fixture
-def seen(tmp_path):
-    """Where `hang` notes its processes."""
-    (tmp_path / "seen").mkdir()
-    return tmp_path / "seen"
-
-
-def test_results_come_in_the_order_of_ranks_with_a_group_and_without(temporary, monkeypatch, capfd):
+def test_results_come_in_the_order_of_ranks_with_a_group_and_without(monkeypatch, capfd):
     monkeypatch.setenv("RANK", "7")  # of a launch around this process
     with LocalRanks(2) as pair, LocalRanks(1) as alone:
         pair.begin(add, (1.0,), timeout=100)
@@ -154,7 +146,7 @@ def test_ranks_that_missed_each_other_are_started_again(tmp_path):
             ranks.call(miss, (str(tmp_path), 2 * ATTEMPTS))
 
 
-def test_ranks_that_hang_are_told_with_their_stacks_and_ended(temporary, seen):
+def test_ranks_that_hang_are_told_with_their_stacks_and_ended(seen):
     with LocalRanks(3) as ranks:
         ranks.begin(hang, (str(seen),), timeout=100)
         pids = wait_for(seen, 4)
@@ -169,7 +161,7 @@ def test_ranks_that_hang_are_told_with_their_stacks_and_ended(temporary, seen):
     assert not running(pids)
 
 
-def test_ctrl_c_ends_all(temporary, seen):
+def test_ctrl_c_ends_all(seen):
     with contextlib.suppress(KeyboardInterrupt), LocalRanks(2) as ranks:
         ranks.begin(hang, (str(seen),), timeout=100)
         pids = wait_for(seen, 3)
@@ -180,11 +172,8 @@ def test_ctrl_c_ends_all(temporary, seen):
 
 
 def test_ranks_end_with_a_parent_that_is_killed(tmp_path, seen):
-    script = (
-        "from halfmesh.distributed.local_ranks import LocalRanks\nfrom tests.distributed.test_local_ranks import hang\n"
-    )
-    script += f"if __name__ == '__main__':\n    LocalRanks(2).call(hang, ({str(seen)!r},), timeout=100)\n"
-    (tmp_path / "script.py").write_text(script)
+    call = f"if __name__ == '__main__':\n    LocalRanks(2).call(hang, ({str(seen)!r},), timeout=100)\n"
+    (tmp_path / "script.py").write_text(f"from tests.distributed.test_local_ranks import LocalRanks, hang\n{call}")
     environment = os.environ | {"TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
     parent = subprocess.Popen([sys.executable, "script.py"], cwd=tmp_path, env=environment)
     pids = wait_for(seen, 3)

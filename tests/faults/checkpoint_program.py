@@ -3,8 +3,6 @@
 It writes a line for each step into a file of its rank: "<step> <time>", and "from <step>" at its start.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -20,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import halfmesh
 
 DEFAULTS = {"folder": None, "every": 4, "dropout": 0.3, "shuffle": True, "workers": 0, "pause": 0.0, "epochs": 3}
+DEFAULTS["log"] = None
 """`folder`: of checkpoints; None: no saves. `pause`: seconds after each step. `log`: folder of the steps' files."""
 
 
@@ -42,11 +41,11 @@ def main(out, **options):
         {} if given["folder"] is None else {"checkpoint": saves, "resume": "auto"},
         device="cpu",
     )
-    log = Path(given["log"], f"rank-{engine.context.rank}") if "log" in given else Path(os.devnull)
-    if "log" in given:
-        Path(given["log"], f"pid-{engine.context.rank}").write_text(str(os.getpid()))
+    log, rank = given["log"], engine.context.rank
+    if log is not None:
+        Path(log, f"pid-{rank}").write_text(str(os.getpid()))
     seen = []
-    with open(log, "a", buffering=1) as file:
+    with open(os.devnull if log is None else f"{log}/rank-{rank}", "a", buffering=1) as file:
         file.write(f"from {engine.global_step}\n")
         for _ in range(engine.dataloader.next_epoch, given["epochs"]):
             for inputs, targets in engine.dataloader:
@@ -59,7 +58,7 @@ def main(out, **options):
                 time.sleep(given["pause"])
     weights = engine.full_state_dict()
     engine.close()
-    if engine.context.rank == 0:
+    if rank == 0:
         torch.save(weights, out)
     return seen
 

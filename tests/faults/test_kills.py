@@ -29,8 +29,7 @@ EVERY = 3
 @dataclass
 class Fall:
     """So many saves (if `saving`) or steps after the start, and `delay_s` after that, `ranks` get SIGKILL: in a save or
-    not, at the last step that any rank has made. `complete` is the step of the newest checkpoint that there was,
-    `back_to` the one that both ranks went on from."""
+    not, at the last step of any rank. Both go on from `back_to`; the newest checkpoint is of step `complete`."""
 
     saving: bool
     count: int

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from tests.faults.launches import LIMIT_S, TORCHRUN, UNDER_TORCHRUN, Case, failed_at, run_case, started, write_program
+from tests.faults.launches import LIMIT_S, TORCHRUN, UNDER_TORCHRUN, Case, failed_at, run_cases, started
 from tests.faults.test_failures import CASES, KILL, RAISE, SLEEP
 
 PAGE = Path("benchmarks/results/failures.md")
@@ -37,7 +37,7 @@ TAIL = "\n- gloo, 2 cores shared by all ranks; torch {torch}; {date}\n- NCCL was
 
 
 def under_torchrun(case: Case, folder: Path) -> float:
-    with started(*TORCHRUN, write_program(case, folder, UNDER_TORCHRUN)) as process:
+    with started(*TORCHRUN, case.write(folder, UNDER_TORCHRUN)) as process:
         output, _ = process.communicate(timeout=100)
         return time.monotonic() - failed_at(output)
 
@@ -46,7 +46,7 @@ if __name__ == "__main__":
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for way, case in WAYS.items():
-            alone = f"{run_case(case, Path(folder) / f'{len(rows)}')[2]:.1f}"
+            alone = f"{run_cases({way: case}, Path(folder))[way][2]:.1f}"
             # torchrun starts two ranks here; it does not see that one is stopped, nor that one has ended well.
             takes = case.ranks == 2 and way not in ("is stopped (SIGSTOP)", "leaves its loop early")
             there = f"{under_torchrun(case, Path(folder) / f'{len(rows)}t'):.1f}" if takes else "-"
