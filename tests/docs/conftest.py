@@ -1,7 +1,5 @@
 """How tests of pages execute snippets."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -13,8 +11,8 @@ from tests.support.pages import snippet, stand_ins
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """`run(page, *snippets)` executes snippets of a page in a folder, into which it writes `files` first, with names
-    `given`; by default those that the page supposes a user to have. Returns the names that they leave."""
+    """`run(page, *snippets)` writes `files` of a page into a folder, and executes snippets there with names `given`; by
+    default those that the page supposes a user to have. Returns the names that they leave."""
     monkeypatch.chdir(tmp_path)
 
     def run(page: str, *names: str, files: tuple[str, ...] = (), given: dict[str, Any] | None = None) -> dict[str, Any]:

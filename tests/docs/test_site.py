@@ -1,6 +1,5 @@
-"""The documentation as a whole: links lead somewhere, every snippet is run, every public name is documented."""
-
-from __future__ import annotations
+"""The documentation as a whole: links lead somewhere, every snippet is run, every public name is documented, and tables
+are what the code says: keys with their defaults, names, options."""
 
 import ast
 import difflib
@@ -13,9 +12,20 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import typer
 
+import halfmesh
 from docs_tools import promises, public_names
-from tests.support.pages import DOCS, ROOT, find_blocks
+from halfmesh import hooks
+from halfmesh.cli import app
+from halfmesh.config import schema
+from halfmesh.config.schema import Settings, parallel_config
+from halfmesh.options import Options
+from halfmesh.parallel.context.axis import ContextOptions
+from halfmesh.parallel.sharding.fsdp import FSDPOptions
+from halfmesh.parallel.sharding.zero1 import Zero1Options
+from halfmesh.report.run import FILES
+from tests.support.pages import DOCS, ROOT, check, defaults, find_blocks, find_rows, read_page, shown_commands
 
 PAGES = [*sorted(DOCS.rglob("*.md")), *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"))]
 FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
@@ -46,18 +56,10 @@ def test_a_version_is_the_same_everywhere():
     assert f"version {version}, " in (ROOT / "README.md").read_text()
 
 
-def test_every_page_is_in_the_navigation():
-    nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
-    listed = re.findall(r": ([\w./-]+\.md)$", nav, re.MULTILINE)
-    assert {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")} <= set(listed), "nav of mkdocs.yml"
-
-
 def anchors(text):
-    found = set()
-    for heading in re.findall(r"^#+ (.*?)$", FENCE.sub("", text), re.MULTILINE):
-        words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "").lower()
-        found.add(re.sub(r"[\s]+", "-", re.sub(r"[^\w\s-]", "", words).strip()))
-    return found
+    headings = re.findall(r"^#+ (.*?)$", FENCE.sub("", text), re.MULTILINE)
+    names = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "").lower() for heading in headings]
+    return {re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", name).strip()) for name in names}
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "benchmarks" / "RESULTS.md"], ids=name_of)
@@ -74,7 +76,7 @@ def test_links_lead_somewhere(page):
     assert broken == []
 
 
-def test_files_and_commands_that_pages_name_exist():
+def test_files_tests_and_commands_that_pages_name_exist():
     new = {"halfmesh/amp/pure_amp.py", "amp/pure_amp.py"}  # a plugin that CONTRIBUTING names
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for page in PAGES[:-1]:
@@ -85,16 +87,19 @@ def test_files_and_commands_that_pages_name_exist():
         exists = {name for name in named for within in (".", "halfmesh", "tests") if (ROOT / within / name).exists()}
         assert named - exists == set(), page
         assert set(re.findall(r"`make ([a-z-]+)(?: [A-Z]+=\w+)?`", text)) <= targets, page
+        named = re.findall(r"(tests/[\w/]+\.py)::(\w+)", text)
+        assert [f"{path}::{name}" for path, name in named if f"\ndef {name}(" not in (ROOT / path).read_text()] == []
+        assert [path for path in re.findall(r"`(tests/[\w/.]+)`", text) if not (ROOT / path).exists()] == []
 
 
 def snippets_that_tests_ask_for():
-    """(page, snippet) of every call in tests/docs/ that writes both out: `snippet("loop.md", "train.py")`."""
+    """(page, snippet) of every call or tuple in tests/docs/ that writes both out: `snippet("loop.md", "train.py")`."""
     found = set()
     for path in (ROOT / "tests" / "docs").glob("test_*.py"):
-        calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call) and node.args]
-        for call in calls:
-            page, *names = [node.value for node in ast.walk(call) if isinstance(node, ast.Constant)] or [None]
-            if isinstance(call.args[0], ast.Constant):
+        for place in ast.walk(ast.parse(path.read_text())):
+            parts = place.args if isinstance(place, ast.Call) else getattr(place, "elts", [])
+            if parts and isinstance(parts[0], ast.Constant):
+                page, *names = [node.value for node in ast.walk(place) if isinstance(node, ast.Constant)]
                 found |= {(page, name) for name in names if str(name).endswith(".py")}
     return found
 
@@ -132,9 +137,94 @@ def test_the_page_of_promises_is_what_the_marks_say():
     assert [promise.what for promise in promises.read_promises() if not (DOCS / promise.page).is_file()] == []
 
 
-def test_tests_that_pages_name_exist():
-    for page in PAGES[:-1]:
-        text = page.read_text()
-        named = re.findall(r"(tests/[\w/]+\.py)::(\w+)", text)
-        assert [f"{path}::{name}" for path, name in named if f"\ndef {name}(" not in (ROOT / path).read_text()] == []
-        assert [path for path in re.findall(r"`(tests/[\w/.]+)`", text) if not (ROOT / path).exists()] == []
+AMP = halfmesh.AMP_PLUGINS
+PARALLEL = parallel_config({"context", "expert"})
+SHORT_FORMS = {"parallel.data": "strategy", "clip_grad_norm": "max_norm"}
+SHORT_FORMS |= dict.fromkeys(("activation_checkpoint", "compile"), "enabled")
+SHORT_FORMS |= {f"parallel.{axis}": "size" for axis in ("tensor", "pipeline", "context", "expert")}
+TABLES_OF_DEFAULTS = {  # header: what has these defaults
+    "key of parallel.tensor": [schema.TensorConfig()],
+    "key of parallel.pipeline": [schema.PipelineConfig()],
+    "key of parallel.context": [ContextOptions()],
+    "key of parallel.data": [schema.DataConfig(), Zero1Options()],
+    "key of parallel.data under fsdp": [FSDPOptions()],
+    "key of checkpoint": [schema.CheckpointConfig(directory="*required*")],
+}
+
+
+def default_of(path):
+    model, value = Settings, None
+    for part in path.split("."):
+        value = PARALLEL() if part == "parallel" else model.model_fields[part].get_default()
+        model = type(value) if isinstance(value, Options) else model
+    return getattr(value, SHORT_FORMS[path]) if path in SHORT_FORMS else value
+
+
+def test_the_tables_of_config_keys():
+    for header, parts in TABLES_OF_DEFAULTS.items():
+        expected = {key: default for options in parts for key, default in options.model_dump().items()}
+        assert defaults("config.md", header) == expected
+    found = defaults("config.md", "key")
+    assert {key.partition(".")[0] for key in found} == set(Settings.model_fields)
+    within = {f"parallel.{name}" for name in PARALLEL.model_fields}
+    assert {key for key in found if key.startswith("parallel.")} == within
+    assert found == {key: default_of(key) for key in found}
+
+
+@pytest.mark.promise("keys of NAIVE and TORCH")
+def test_the_table_of_modes():
+    rows = find_rows(read_page("config.md"), "mode")
+    assert {row[0].strip("`") for row in rows} == set(AMP.names())
+    for mode, _, keys in rows:
+        assert eval(f"dict({keys.strip('`')})") == AMP.get(mode.strip("`")).options().model_dump(), mode
+
+
+def test_the_table_of_schedules():
+    rows = {row[0].strip("`"): row[1:] for row in find_rows(read_page("pipeline.md"), "schedule | order")}
+    assert rows.keys() == set(halfmesh.SCHEDULES.names())
+    for name, (_, _, waiting, _) in rows.items():
+        for p, m, v in ((2, 4, 2), (4, 8, 3)):
+            expected = eval(waiting, {"p": p, "m": m, "v": v})
+            chunks = v if "v" in waiting else 1  # zbv waits for nobody, whatever the chunks
+            assert halfmesh.SCHEDULES.get(name).bubble(p, chunks, m) == pytest.approx(expected), name
+
+
+def test_the_tables_of_names():
+    attributes = {name for name in vars(halfmesh.StepResult) if not name.startswith("_")}
+    for page, header, names in (
+        ("tensor-parallel.md", "style", halfmesh.TENSOR_STYLES.names()),
+        ("report.md", "file", FILES),
+        ("loop.md", "attribute", attributes),
+    ):
+        rows = find_rows(read_page(page), header)
+        assert {name for row in rows for name in re.findall(r"`([\w.]+)", row[0])} == {*names}
+    rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \| (.*?) \|", read_page("trainer.md"), re.MULTILINE)
+    assert {name for names, _ in rows for name in re.findall(r"`(\w+)`", names)} == set(halfmesh.HOOKS.names())
+    assert {name for _, classes in rows for name in re.findall(r"`(\w+)\(", classes)} == set(hooks.__all__)
+
+
+def option_of(option):
+    """Its name, and what the table says of its default."""
+    name = option.opts[0] if option.nargs == 1 else f"{option.metavar}..."
+    if option.required:
+        return name, "required"
+    return name, None if option.default is None or option.default is False else f"default `{option.default}`"
+
+
+def test_the_options_of_each_command():
+    sections = dict(re.findall(r"^## (\S+)\n(.*?)(?=^## |\Z)", read_page("cli.md"), re.DOTALL | re.MULTILINE))
+    commands = typer.main.get_command(app).commands
+    assert list(sections) == list(commands)
+    for name, command in commands.items():
+        shown = []
+        for options, meaning in find_rows(sections[name], "option") if command.params else []:
+            default = re.search(r"; (required|default `.*`)$", meaning)
+            shown += [(option, default and default[1]) for option in re.findall(r"`(.*?)`", options)]
+        assert sorted(shown, key=str) == sorted(map(option_of, command.params), key=str)
+        assert re.search(rf"^(?:\$ )?halfmesh {name}\b", sections[name], re.MULTILINE)
+
+
+def test_what_the_page_of_commands_shows(run):
+    run("cli.md", files=("config.py",))
+    for command, expected in shown_commands("cli.md"):
+        assert check(command) == expected

@@ -1,7 +1,5 @@
 """The Python that docs/ shows runs in one process, and prints what the pages show."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex
@@ -20,15 +18,8 @@ from halfmesh import compat
 from halfmesh.cli import app
 from halfmesh.parallel.trial import find_unit
 from halfmesh.report.run import read_run
-from tests.support.pages import (
-    check,
-    find_blocks,
-    import_snippet,
-    read_page,
-    shown_commands,
-    snippet,
-    stand_ins,
-)
+from tests.support.models import train
+from tests.support.pages import check, find_blocks, import_snippet, read_page, shown_commands, snippet, stand_ins
 
 pytestmark = pytest.mark.slow
 
@@ -39,49 +30,34 @@ def engine_of(names, config=None, **options):
     return halfmesh.initialize(*given, {} if config is None else config, **options)
 
 
-def train(engine):
-    """An epoch; the last step's result."""
-    for x, y in engine.dataloader:
-        engine.zero_grad()
-        engine.backward(engine.criterion(engine(x), y))
-        result = engine.step()
-    return result
-
-
-def shows(page, name, key, value):
-    """A config that a page shows, and what is to be read from it."""
-    return snippet(page, name), key, value
-
-
-CONFIGS = [
-    shows("memory.md", "config.py", "activation_checkpoint.label", "full"),
-    shows("memory.md", "offload.py", "activation_offload", True),
-    shows("benchmarks.md", "ranges.py", "profile_ranges", True),
-    shows("compile.md", "config.py", "compile.enabled", True),
-    shows("compile.md", "detail.py", "compile.scope", "blocks"),
-    shows("precision.md", "fp8.py", "fp8.options.filter", ("*head", "blocks.0.*")),
-    shows("precision.md", "denoiser.py", "bf16.options.keep_fp32", ("timestep", "batch.sigmas", "*fourier.weight")),
-    shows("precision.md", "bf16.py", "bf16.mode", "torch"),
-    shows("sharding.md", "config.py", "parallel.data.strategy", "zero1"),
-    shows("sharding.md", "late_config.py", "parallel.data.overlap_param_gather", True),
-    shows("sharding.md", "fsdp_config.py", "parallel.data.strategy", "fsdp"),
-    shows("pipeline.md", "config.py", "parallel.pipeline.microbatches", 4),
-    shows("pipeline.md", "split_config.py", "parallel.pipeline.partition", ("layers.2",)),
-    shows("expert-parallel.md", "config.py", "parallel.expert.size", 4),
-    shows("context-parallel.md", "config.py", "parallel.context.size", 2),
-    shows("tensor-parallel.md", "config.py", "parallel.tensor.size", 2),
-    shows("tensor-parallel.md", "vocab_parallel.py", "parallel.tensor.plan.lm_head", "vocab_parallel"),
+CONFIGS = [  # that a page shows, and what is to be read from them
+    ("memory.md", "config.py", "activation_checkpoint.label", "full"),
+    ("memory.md", "offload.py", "activation_offload", True),
+    ("benchmarks.md", "ranges.py", "profile_ranges", True),
+    ("compile.md", "config.py", "compile.enabled", True),
+    ("compile.md", "detail.py", "compile.scope", "blocks"),
+    ("precision.md", "fp8.py", "fp8.options.filter", ("*head", "blocks.0.*")),
+    ("precision.md", "denoiser.py", "bf16.options.keep_fp32", ("timestep", "batch.sigmas", "*fourier.weight")),
+    ("precision.md", "bf16.py", "bf16.mode", "torch"),
+    ("sharding.md", "config.py", "parallel.data.strategy", "zero1"),
+    ("sharding.md", "late_config.py", "parallel.data.overlap_param_gather", True),
+    ("sharding.md", "fsdp_config.py", "parallel.data.strategy", "fsdp"),
+    ("pipeline.md", "config.py", "parallel.pipeline.microbatches", 4),
+    ("pipeline.md", "split_config.py", "parallel.pipeline.partition", ("layers.2",)),
+    ("expert-parallel.md", "config.py", "parallel.expert.size", 4),
+    ("context-parallel.md", "config.py", "parallel.context.size", 2),
+    ("tensor-parallel.md", "config.py", "parallel.tensor.size", 2),
+    ("tensor-parallel.md", "vocab_parallel.py", "parallel.tensor.plan.lm_head", "vocab_parallel"),
 ]
 
 
 def test_configs_can_run(tmp_path):
-    for text, key, value in CONFIGS:
-        (tmp_path / "config.py").write_text(text)
-        config = halfmesh.load_config(tmp_path / "config.py")
-        found = config
+    for page, name, key, value in CONFIGS:
+        (tmp_path / "config.py").write_text(snippet(page, name))
+        config = found = halfmesh.load_config(tmp_path / "config.py")
         for part in key.split("."):
             found = found[part] if isinstance(found, dict) else getattr(found, part)
-        assert (found, compat.check(config, 8, "cuda")) == (value, []), text
+        assert (found, compat.check(config, 8, "cuda")) == (value, []), (page, name)
 
 
 def test_python_and_yaml_are_one_config(run, capsys):
@@ -99,10 +75,10 @@ def test_a_launch_under_slurm(run, monkeypatch):
         assert (launch.rank, launch.world_size, launch.config.GLOBAL_BATCH) == (0, 1, 8)
 
 
-def with_engine(config=None, evaluates=False, **more):
+def with_engine(config=None):
     names = stand_ins()
-    options = {"eval_dataloader": names["eval_dataloader"]} if evaluates else {}
-    return {"torch": torch, **names, "halfmesh": halfmesh, "engine": engine_of(names, config, **options), **more}
+    engine = engine_of(names, config, eval_dataloader=names["eval_dataloader"])
+    return {"torch": torch, **names, "halfmesh": halfmesh, "engine": engine}
 
 
 def for_own_loader():
@@ -126,17 +102,18 @@ def weighs(names):
 
 def trains_with_muon(names):
     before = [param.clone() for param in names["model"].parameters()]
-    train(names["engine"])
-    return not any(map(torch.equal, before, names["model"].parameters()))
+    return train(names["engine"]) and not any(map(torch.equal, before, names["model"].parameters()))
 
 
 def island_is_fp32(names):
     model = names["Attention"](4)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    return (
-        halfmesh.initialize(model, sgd, None, None, {"bf16": {"mode": "torch"}})(torch.randn(2, 3, 4)).dtype.itemsize
-        == 4
-    )
+    engine = halfmesh.initialize(model, sgd, None, None, {"bf16": {"mode": "torch"}})
+    return engine(torch.randn(2, 3, 4)).dtype == torch.float32
+
+
+def normalizes(names):
+    return find_unit(names["NormalizedSGD"]([nn.Parameter(torch.ones(4, 4))], lr=0.1)) == "matrix"
 
 
 def records_of(engine, hooks=(), **options):
@@ -159,81 +136,64 @@ def with_a_checkpoint():
     return names
 
 
+def for_trainer():
+    trainer = halfmesh.Trainer(engine_of(stand_ins(), {"profile_ranges": True}))
+    return stand_ins() | {"config": {}, "test_dataloader": stand_ins()["eval_dataloader"], "trainer": trainer}
+
+
 def trainer_evaluates(names):
-    lines = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
-    is_there = {"eval_loss", "eval_accuracy"} <= set(lines[-1]) and Path("run/best.safetensors").exists()
-    return is_there and len(names["outputs"]) == 60
+    assert {"eval_loss", "eval_accuracy"} <= set(json.loads(Path("run/metrics.jsonl").read_text().splitlines()[-1]))
+    return Path("run/best.safetensors").exists() and len(names["outputs"]) == 60
 
 
-def case(page, name, holds, given=None, needs=()):
-    return pytest.param(page, name, holds, given, needs, id=f"{page} {name}")
+def with_norms():
+    return with_engine({"fp16": {"mode": "naive"}, "track_grad_norm": True})
 
 
-NORM = {"fp16": {"mode": "naive"}, "track_grad_norm": True}
+CASES = [  # what is given to a snippet (by default what a user has), and what holds then
+    ("loop.md", "train.py", lambda names: names["engine"].global_step == 45 and names["loss"] < 0.5),
+    ("loop.md", "schedule.py", lambda names: names["engine"].lr_scheduler.total_steps == 45),
+    ("loop.md", "weighted.py", weighs),
+    ("loop.md", "evaluation.py", lambda names: names["counts"][1] == 60, with_engine),
+    ("loop.md", "own_loader.py", lambda names: names["engine"].global_step == 4, for_own_loader),
+    ("loop.md", "clip_each.py", lambda names: names["engine"].grad_norm <= 0.601, with_norms),
+    ("checkpoints.md", "train.py", lambda names: names["engine"].global_step == 45),
+    ("checkpoints.md", "other_settings.py", lambda names: names["engine"].global_step, with_a_checkpoint),
+    ("precision.md", "alone.py", lambda names: names["optimizer"].loss_scale <= 1024 and names["loss"] < 0.7),
+    ("precision.md", "average.py", lambda _: Path("average.safetensors").exists(), with_norms),
+    ("precision.md", "island.py", island_is_fp32),
+    ("several-models.md", "gan.py", lambda names: names["discriminator"].global_step == 15, for_gan),
+    ("several-models.md", "muon.py", trains_with_muon),
+    ("several-models.md", "unit.py", normalizes),
+    ("trainer.md", "compute.py", lambda names: records_of(engine_of(names), compute=names["f"])["loss"]),
+    ("trainer.md", "weight_hook.py", measures),
+    ("trainer.md", "train.py", trainer_evaluates, for_trainer),
+    ("trainer.md", "profile.py", lambda _: Path("run/profile/updates-10-15.rank0.json.gz").exists(), for_trainer),
+]
 
 
-@pytest.mark.parametrize(
-    ("page", "name", "holds", "given", "needs"),
-    [
-        case("loop.md", "train.py", lambda names: names["engine"].global_step == 45 and names["loss"] < 0.5),
-        case("loop.md", "schedule.py", lambda names: names["engine"].lr_scheduler.total_steps == 45),
-        case("loop.md", "weighted.py", weighs),
-        case("loop.md", "evaluation.py", lambda names: names["counts"][1] == 60, lambda: with_engine(evaluates=True)),
-        case("loop.md", "own_loader.py", lambda names: names["engine"].global_step == 4, for_own_loader),
-        case("loop.md", "clip_each.py", lambda names: names["engine"].grad_norm <= 0.601, lambda: with_engine(NORM)),
-        case("checkpoints.md", "train.py", lambda names: names["engine"].global_step == 45),
-        case("checkpoints.md", "other_settings.py", lambda names: names["engine"].global_step, with_a_checkpoint),
-        case("precision.md", "alone.py", lambda names: names["optimizer"].loss_scale <= 1024 and names["loss"] < 0.7),
-        case("precision.md", "average.py", lambda _: Path("average.safetensors").exists(), lambda: with_engine(NORM)),
-        case("precision.md", "island.py", island_is_fp32),
-        case("several-models.md", "gan.py", lambda names: names["discriminator"].global_step == 15, for_gan),
-        case("several-models.md", "muon.py", trains_with_muon),
-        case(
-            "several-models.md",
-            "unit.py",
-            lambda names: find_unit(names["NormalizedSGD"]([nn.Parameter(torch.ones(4, 4))], lr=0.1)) == "matrix",
-        ),
-        case("trainer.md", "compute.py", lambda names: records_of(engine_of(names), compute=names["f"])["loss"]),
-        case("trainer.md", "weight_hook.py", measures),
-        case(
-            "trainer.md",
-            "train.py",
-            trainer_evaluates,
-            lambda: stand_ins() | {"config": {}, "test_dataloader": stand_ins()["eval_dataloader"]},
-            ("torchmetrics", "safetensors"),
-        ),
-    ],
-)
-def test_it_runs(page, name, holds, given, needs, run):
-    for package in needs:
-        pytest.importorskip(package)
-    assert holds(run(page, name, given=given and given()))
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]} {case[1]}")
+def test_it_runs(case, run):
+    page, name, holds, *given = case
+    assert holds(run(page, name, given=given[0]() if given else None))
 
 
-def test_checkpoints_by_hand(run):
-    first, again = engine_of(stand_ins()), engine_of(stand_ins())
+def test_checkpoints_by_hand_and_their_weights_in_plain_pytorch(run):
+    first, again = (engine_of(stand_ins(), {"fp16": {"mode": "naive"}}) for _ in range(2))
     train(first)
     first.save("checkpoints")
     train(first)
     run("checkpoints.md", "by_hand.py", given={"engine": again, "train_one_epoch": train})
     assert {path.name for path in Path("checkpoints").glob("step-*")} == {"step-00000015", "step-00000030"}
-    expected = first.model.state_dict()
-    assert all(torch.equal(value, expected[name]) for name, value in again.model.state_dict().items())
-
-
-def test_weights_of_a_checkpoint_in_plain_pytorch(run):
-    pytest.importorskip("safetensors")
-    trained = engine_of(stand_ins(), {"fp16": {"mode": "naive"}})
-    train(trained)
-    trained.save("checkpoints")
+    expected = first.full_state_dict()
+    torch.testing.assert_close(again.full_state_dict(), expected, rtol=0, atol=0)
     run("checkpoints.md", "weights.py")
     loaded = run("checkpoints.md", "plain.py")["model"].state_dict()
-    torch.testing.assert_close(dict(loaded), trained.full_state_dict(), rtol=0, atol=0)
+    torch.testing.assert_close(dict(loaded), expected, rtol=0, atol=0)
 
 
 def test_logging(run):
-    pytest.importorskip("tensorboard")
-    run("logging.md", "train.py", given=with_engine(evaluates=True))
+    run("logging.md", "train.py", given=with_engine())
     assert list(Path("logs").glob("events*"))
     calls = []
     tracker = SimpleNamespace(log=lambda record, step: calls.append((step, record["loss"])))
@@ -241,17 +201,10 @@ def test_logging(run):
     halfmesh.Trainer(engine_of(stand_ins())).fit(epochs=1, hooks=[hook])
     engine = engine_of(stand_ins())
     for x, y in engine.dataloader:
-        engine.zero_grad()
         loss = engine.criterion(engine(x), y)
         engine.backward(loss)
         run("logging.md", "own_loop.py", given={"engine": engine, "loss": loss, "wandb": tracker})
     assert [step for step, _ in calls] == [10, 15, 10]
-
-
-def test_profiles(run):
-    engine = engine_of(stand_ins(), {"profile_ranges": True})
-    run("trainer.md", "profile.py", given={"trainer": halfmesh.Trainer(engine)})
-    assert [path.name for path in Path("run/profile").iterdir()] == ["updates-10-15.rank0.json.gz"]
 
 
 def test_the_report(run):
@@ -264,17 +217,15 @@ def test_the_report(run):
     assert Path("both.html").exists()
 
 
-def words(text):
-    """Without the digits that depend on how a machine rounds, and where lines are broken."""
-    return re.sub(r"[-+]?\d+(\.\d+)?(e[-+]\d+)?%?", "#", " ".join(text.split()))
-
-
 def test_the_precision_report(run, capsys):
+    def words(text):
+        """Without the digits that depend on how a machine rounds, and where lines are broken."""
+        return re.sub(r"[-+]?\d+(\.\d+)?(e[-+]\d+)?%?", "#", " ".join(text.split()))
+
     torch.manual_seed(0)
     layers = [nn.Linear(8, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 10)]
     model, config = nn.Sequential(*layers), {"fp16": {"mode": "naive", "loss_scale": 1.0}}
-    adamw = torch.optim.AdamW(model.parameters())
-    engine = halfmesh.initialize(model, adamw, nn.CrossEntropyLoss(), config=config, device="cpu")
+    engine = halfmesh.initialize(model, torch.optim.AdamW, nn.CrossEntropyLoss(), config=config, device="cpu")
     capsys.readouterr()
     for _ in range(3):
         x, y = torch.randn(8192, 8), torch.randint(10, (8192,))
@@ -288,7 +239,7 @@ def test_an_amp_plugin(run, tmp_path):
         run("extending.md", files=("config.py",))
         config = halfmesh.load_config("config.py")
         assert careful.CarefulAMP.recipe(config.fp16.options, torch.float16).loss_scale.min_scale == 256.0
-        assert not train(engine_of(stand_ins(), config)).skipped
+        assert not train(engine_of(stand_ins(), config))[-1].skipped
         wrong = "fp16 = dict(mode='careful')\nparallel = dict(pipeline=dict(size=2, microbatches=2))\n"
         Path("wrong.py").write_text(wrong)
         ((command, expected),) = shown_commands("extending.md")
