@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable
 from multiprocessing.util import get_temp_dir
 from pathlib import Path
@@ -17,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from halfmesh.cli import app
-from tests.distributed.test_local_ranks import ROOT, running, wait_for
+from tests.distributed.test_local_ranks import running, wait_for
 
 MODELS = """
 import os
@@ -127,27 +122,9 @@ def test_a_rank_that_fails(verify: Callable[..., Any], folder: Path, build: str,
 
 @pytest.mark.slow
 def test_ranks_that_hang(verify: Callable[..., Any], folder: Path) -> None:
-    answer = verify("hangs", "--timeout", "15")
+    answer = verify("hangs", "--timeout", "6")
     assert (answer["first"]["what"], answer["first"]["ranks"]) == ("hangs", [0])
-    assert "had not ended after 15 s" in answer["first"]["where"]
+    assert "had not ended after 6 s" in answer["first"]["where"]
     assert "in hangs" in answer["first"]["cause"].partition("rank 1 at:")[2]
     assert not running(wait_for(folder / "seen", 2))
     assert not list((folder / "temporary").glob("halfmesh_*"))
-
-
-@pytest.mark.slow
-def test_a_signal_ends_all(folder: Path) -> None:
-    (folder / "config.py").write_text("")
-    command = [sys.executable, "-m", "halfmesh", "verify", "config.py", "--model", "bad_models:hangs"]
-    with tempfile.TemporaryDirectory(dir="/tmp") as temporary:  # pytest's name is too long for the socket of the server
-        environment = {**os.environ, "TMPDIR": temporary, "PYTHONPATH": f"{ROOT}:{folder}"}
-        process = subprocess.Popen(
-            [*command, "--world-size", "2"], cwd=folder, env=environment, stdout=-1, stderr=-1, text=True
-        )
-        pids = wait_for(folder / "seen", 2)
-        process.send_signal(signal.SIGTERM)
-        process.send_signal(signal.SIGTERM)  # as `timeout` does, which ends the group of a command, and the command
-        out, _ = process.communicate()
-        assert (process.returncode, out) == (128 + signal.SIGTERM, "")
-        assert not running(pids)
-        assert not [path for path in Path(temporary).iterdir() if not path.name.startswith("torchinductor")]

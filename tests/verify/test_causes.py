@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -48,12 +49,8 @@ def with_data(model: nn.Module) -> tuple[Any, ...]:
     return model, (torch.randn(8, 8), torch.randint(4, (8,))), nn.CrossEntropyLoss()
 
 
-def single() -> Any:
-    return with_data(Single())
-
-
-def stateful() -> Any:
-    return with_data(Stateful())
+def made(kind: type[nn.Module]) -> Any:
+    return with_data(kind())
 
 
 def deferred() -> Any:
@@ -81,17 +78,20 @@ def of_unequal_lengths() -> Any:
 
 
 PIPELINE = {"parallel": {"pipeline": {"size": 2, "microbatches": 2}}}
-PLANNED = {"parallel": {"tensor": {"size": 2, "plan": {"first": "colwise", "proj": "rowwise"}}}}
+
+
+def planned(**plan: str) -> dict[str, Any]:
+    return {"parallel": {"tensor": {"size": 2, "plan": plan}}}
 
 
 @pytest.mark.parametrize(
     ("config", "build", "ranks", "options", "note"),
     [
-        ({}, single, 2, {}, ""),  # casts to float32 go to float64
+        ({}, partial(made, Single), 2, {}, ""),  # casts to float32 go to float64
         ({}, of_unequal_lengths, 2, {"accumulated": True}, ""),
         ({}, contrastive, 2, {"accumulated": True}, "as asked: compared with one process that accumulates"),
         (PIPELINE, normalised, 4, {}, ""),  # by microbatches
-        (PLANNED, deferred, 2, {}, ""),
+        (planned(first="colwise", proj="rowwise"), deferred, 2, {}, ""),
     ],
 )
 def test_what_is_equal(config, build, ranks, options, note):
@@ -109,19 +109,9 @@ def test_batches_that_cannot_be_joined_need_accumulation():
     ("config", "build", "options", "words"),
     [
         ({}, contrastive, {}, "--accumulated (accumulated=True)"),
-        ({"gradient_accumulation": 2}, stateful, {}, "keeps state from an earlier call"),
-        (
-            {"parallel": {"tensor": {"size": 2, "plan": {"proj": "rowwise"}}}},
-            deferred,
-            {},
-            "In 'proj' (RowwiseLinear), with tensor=2.",
-        ),
-        (
-            {"parallel": {"tensor": {"size": 2, "plan": {"first": "colwise"}}}},
-            deferred,
-            {},
-            "In 'proj' (Linear), with tensor=2.",
-        ),
+        ({"gradient_accumulation": 2}, partial(made, Stateful), {}, "keeps state from an earlier call"),
+        (planned(proj="rowwise"), deferred, {}, "In 'proj' (RowwiseLinear), with tensor=2."),
+        (planned(first="colwise"), deferred, {}, "In 'proj' (Linear), with tensor=2."),
     ],
 )
 def test_what_is_said_of_what_differs(config, build, options, words):

@@ -1,7 +1,5 @@
 """What is allowed of a difference."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """`halfmesh verify` alone: which cells it runs, and what it says."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """A user's script, unchanged: in the layout it computes what it computes in one process, or that is said."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -18,7 +16,6 @@ pytestmark = pytest.mark.distributed
 
 SLOW = pytest.mark.slow
 ZERO1 = {"parallel": {"data": "zero1"}}
-MLP_PLAN = {"size": 2, "plan": {"fc1": "colwise", "fc2": "rowwise"}}
 
 SCRIPT = """
 import argparse, atexit, pathlib, sys, time
@@ -55,14 +52,7 @@ data = torch.randn(count, 8, generator=generator), torch.randint(4, (count,), ge
 loader = DataLoader(TensorDataset(*data), batch_size=4, shuffle=True, num_workers=2 * (kind == "by hand"))
 has_own_loader = kind in ("own loader", "unseeded loss")
 
-def criterion(output, target):
-    output = output - output.mean(0) if kind == "in batch" else output
-    return F.cross_entropy(output, target)
-
 model = Model()
-if kind == "batchnorm": model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4))
-if kind == "deferred":
-    with halfmesh.deferred_init(): model = Model()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 if kind == "muon":
     others = [param for param in model.parameters() if param.dim() != 2]
@@ -72,9 +62,9 @@ if kind == "clamps":
 schedule = lambda optimizer, updates_per_epoch: torch.optim.lr_scheduler.LambdaLR(
     optimizer, lambda update: 1 - update / updates_per_epoch)
 engine = halfmesh.initialize(
-    model, optimizer, criterion, None if has_own_loader else loader, {"clip_grad_norm": 1.0},
+    model, optimizer, F.cross_entropy, None if has_own_loader else loader, {"clip_grad_norm": 1.0},
     lr_scheduler=schedule if kind == "by hand" else None)
-if kind == "two": halfmesh.initialize(model, optimizer, criterion, None, {})
+if kind == "two": halfmesh.initialize(model, optimizer, F.cross_entropy, None, {})
 atexit.register(lambda: (here / f"ended {engine.context.rank}").touch())
 rank, size = engine.context.dp_rank, engine.context.dp_size
 own = [(data[0][i::size][:4], data[1][i::size][:4]) for i in range(rank, 64, 8)]
@@ -100,36 +90,30 @@ for x, y in own if has_own_loader else engine.dataloader:
 def verify(tmp_path):
     path = tmp_path / "train.py"
     path.write_text(SCRIPT)
-    return lambda kind, config=ZERO1, size=2, **options: verify_script(config, path, [kind], world_size=size, **options)
+    return lambda kind, config=ZERO1, **options: verify_script(config, path, [kind], world_size=2, **options)
 
 
 def test_a_script_in_the_layout_is_equal_and_ends_well(verify, tmp_path):
     report = verify("plain")
     assert report.equal, str(report)
-    assert [(phase.name, phase.dtype, phase.compared) for phase in report.phases] == [
-        ("structure", "float64", report.phases[0].compared),
-        ("format", "float32", report.phases[0].compared),
-    ]
-    assert report.phases[0].compared > 40
+    assert [(phase.name, phase.dtype) for phase in report.phases] == [("structure", "float64"), ("format", "float32")]
+    assert report.phases[0].compared == report.phases[1].compared > 40
     left = sorted(path.name for path in tmp_path.iterdir())
     assert left == ["ended 0", "ended 1", "train.py"], "atexit ran on each rank; no checkpoint, and no update too many"
 
 
 @pytest.mark.parametrize(
-    ("kind", "config", "size", "options", "note"),
+    ("kind", "config", "updates", "note"),
     [
-        ("by hand", ZERO1, 2, {"updates": 2}, "its optimizer's settings depend on the number of ranks: all runs used"),
-        ("unseeded", ZERO1, 2, {}, ""),
-        pytest.param("crops", {}, 2, {}, "", marks=SLOW),
-        ("own loader", ZERO1, 2, {}, "its batches differ from run to run: all runs used those of the first"),
-        pytest.param("muon", {}, 2, {}, "", marks=SLOW),
-        pytest.param("in batch", {}, 2, {"accumulated": True}, "as asked: compared with one process", marks=SLOW),
-        pytest.param("batchnorm", {"parallel": {"pipeline": {"size": 2, "microbatches": 2}}}, 4, {}, "", marks=SLOW),
-        pytest.param("deferred", ZERO1, 2, {}, "", marks=SLOW),
+        ("by hand", ZERO1, 2, "its optimizer's settings depend on the number of ranks: all runs used"),
+        ("unseeded", ZERO1, 1, ""),
+        pytest.param("crops", {}, 1, "", marks=SLOW),
+        ("own loader", ZERO1, 1, "its batches differ from run to run: all runs used those of the first"),
+        pytest.param("muon", {}, 1, "", marks=SLOW),
     ],
 )
-def test_other_scripts_are_equal(verify, kind, config, size, options, note):
-    report = verify(kind, config, size, **{"updates": 1, **options})
+def test_other_scripts_are_equal(verify, kind, config, updates, note):
+    report = verify(kind, config, updates=updates)
     assert report.equal, str(report)
     assert note in "".join(report.phases[0].notes)
 
@@ -180,14 +164,11 @@ def test_a_script_that_cannot_be_verified_says_why(verify, kind, updates, messag
 
 @pytest.mark.parametrize(
     ("kind", "message"),
-    [
-        ("raise", "KeyError: 'data'"),
-        pytest.param("hang", r"had not ended after 8 s.*train.py", marks=SLOW),
-    ],
+    [("raise", "KeyError: 'data'"), pytest.param("hang", r"had not ended after 6 s.*train.py", marks=SLOW)],
 )
 def test_a_script_that_fails_or_hangs_ends_with_its_error(verify, kind, message):
     with pytest.raises(InputError, match=rf"(?s)train.py, rank [01] of the layout: .*{message}"):
-        verify(kind, timeout=8 if kind == "hang" else 100)
+        verify(kind, timeout=6 if kind == "hang" else 100)
 
 
 def test_a_script_that_is_not_there(tmp_path):
@@ -216,12 +197,8 @@ SMALL_GPT = ["--max-bytes", "20000", "--context", "16", "--width", "16", "--vali
 @pytest.mark.parametrize(
     ("script", "args", "config", "overrides", "note"),
     [
-        ("own_loop/mnist_after.py", [], {"parallel": {"tensor": MLP_PLAN}}, [], ""),
         ("own_loop/nanogpt_after.py", ["--eval-interval", "1"], {"parallel": {"data": "fsdp"}}, [], ""),
-        ("own_loop/dino_after.py", [], {"fp16": {"mode": "torch"}}, [], ""),
-        ("own_loop/modded_after.py", [], {"bf16": {"mode": "torch"}}, [], ""),
         ("own_loop/imagenet_after.py", ["--batch-size", "16"], ZERO1, [], "module '0.bn1' (BatchNorm2d) normalizes"),
-        ("train_vit.py", ["--limit", "64"], CONFIGS / "torch_bf16.py", ["BATCH_SIZE=8"], "settings depend on the"),
         ("train_gpt.py", SMALL_GPT, CONFIGS / "pipeline.py", ["BATCH_SIZE=4"], ""),
     ],
 )
