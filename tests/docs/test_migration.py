@@ -1,7 +1,5 @@
 """docs/migration/: our side runs, theirs where it is installed, and then the weights are the same."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
@@ -33,15 +31,6 @@ CONFIGS = {  # by page
 }
 
 
-@pytest.fixture(autouse=True)
-def accelerate_forgets():
-    """Its settings belong to the process, and reject others in the tests that follow."""
-    yield
-    if state := sys.modules.get("accelerate.state"):
-        state.AcceleratorState._reset_state(True)
-        state.GradientState._reset_state()
-
-
 def side(page, sign):
     """One side of the difference that a page shows; with " " the lines of both."""
     (block,) = find_blocks(read_page(page), "diff")
@@ -54,10 +43,15 @@ def weights_after(code, names):
     return {name.removeprefix("module."): value.float() for name, value in weights.items()}
 
 
-def difference(one, other):
-    """The largest, relative to the largest weight."""
-    assert one.keys() == other.keys()
-    return max(((one[name] - other[name]).abs().max() / other[name].abs().max()).item() for name in one)
+def assert_trained_alike(ours, theirs, tolerance=1e-6):
+    """Differences are relative to the largest weight."""
+
+    def difference(one, other):
+        assert one.keys() == other.keys()
+        return max(((one[name] - other[name]).abs().max() / other[name].abs().max()).item() for name in one)
+
+    assert difference(ours, stand_ins()["model"].state_dict()) > 1e-2, "it trained"
+    assert difference(ours, theirs) < tolerance
 
 
 def test_configs_can_run(tmp_path):
@@ -66,48 +60,46 @@ def test_configs_can_run(tmp_path):
         assert compat.check(load_config(tmp_path / "config.py"), 8, "cuda") == [], page
 
 
-@pytest.mark.parametrize(("page", "package"), [("accelerate", "accelerate"), ("fabric", "lightning_fabric")])
-def test_our_side_trains_to_the_weights_of_theirs(page, package, tmp_path, monkeypatch):
-    pytest.importorskip(package)
+@pytest.mark.parametrize(
+    ("page", "package", "name"), [("accelerate", "accelerate", "Accelerator"), ("fabric", "lightning_fabric", "Fabric")]
+)
+def test_our_side_trains_to_the_weights_of_theirs(page, package, name, tmp_path, monkeypatch):
+    names = {"halfmesh": halfmesh, name: getattr(pytest.importorskip(package), name)}
     monkeypatch.chdir(tmp_path)
     Path("config.py").write_text(CONFIGS[page])
-    library = "accelerate import Accelerator" if page == "accelerate" else "lightning_fabric import Fabric"
-    exec(f"from {library}", names := {})
-    theirs, ours = (
-        weights_after(side(f"migration/{page}.md", sign), stand_ins() | names | {"halfmesh": halfmesh}) for sign in "-+"
-    )
-    assert difference(ours, stand_ins()["model"].state_dict()) > 1e-2
-    assert difference(ours, theirs) < 1e-6
+    theirs, ours = (weights_after(side(f"migration/{page}.md", sign), stand_ins() | names) for sign in "-+")
+    if state := sys.modules.get("accelerate.state"):  # its settings belong to the process, and reject others
+        state.AcceleratorState._reset_state(True)
+        state.GradientState._reset_state()
+    assert_trained_alike(ours, theirs)
 
 
-def fully_sharded_by_hand(rank, world_size, by_hand):
+def fully_sharded(rank, world_size, by_hand):
     names = stand_ins()
-    model, x, y = names["model"], *names["dataloader"].dataset[:]
+    model, criterion, (x, y) = names["model"], names["criterion"], names["dataloader"].dataset[:]
+    batches = torch.arange(60).view(-1, 2, 6)[:, rank]
     if by_hand:
         exec(snippet("migration/fsdp.md", "by_hand.py"), names)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)  # it is made after sharding
+        for batch in batches:
+            criterion(model(x[batch]).float(), y[batch]).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
     else:
         exec(CONFIGS["fsdp"], config := {})
         config = {name: config[name] for name in ("bf16", "parallel", "clip_grad_norm")}
-        engine = halfmesh.initialize(model, names["optimizer"], names["criterion"], config=config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)  # by hand it is made after sharding
-    for batch in torch.arange(60).view(-1, 2, 6)[:, rank]:
-        if not by_hand:
+        engine = halfmesh.initialize(model, names["optimizer"], criterion, config=config)
+        for batch in batches:
             engine.backward(engine.criterion(engine(x[batch]), y[batch]))
             engine.step()
-            engine.zero_grad()
-            continue
-        names["criterion"](model(x[batch]).float(), y[batch]).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
     return {name: value.full_tensor() for name, value in model.state_dict().items()}
 
 
 @pytest.mark.distributed
 def test_fully_shard_by_hand():
-    theirs, ours = (run_ranks(fully_sharded_by_hand, 2, by_hand, timeout=120)[0] for by_hand in (True, False))
-    assert difference(ours, stand_ins()["model"].state_dict()) > 1e-2
-    assert difference(ours, theirs) < 1e-6
+    theirs, ours = (run_ranks(fully_sharded, 2, by_hand, timeout=120)[0] for by_hand in (True, False))
+    assert_trained_alike(ours, theirs)
 
 
 def trained_by_both_loops(rank, world_size):
@@ -123,8 +115,7 @@ def trained_by_both_loops(rank, world_size):
 @pytest.mark.distributed
 def test_the_loop_before_and_after_on_two_processes():
     for before, after in run_ranks(trained_by_both_loops, 2, timeout=120):
-        assert difference(before, stand_ins()["model"].state_dict()) > 1e-2, "it trained"
-        assert difference(after, before) < 2e-4
+        assert_trained_alike(after, before, 2e-4)
 
 
 def test_apex(run, tmp_path):
@@ -138,11 +129,8 @@ def test_apex(run, tmp_path):
 
 def test_the_configs_of_others_become_the_configs_of_the_page(tmp_path):
     (block,) = find_blocks(read_page("migration/deepspeed.md"), "json")
-    (tmp_path / "config.py").write_text(CONFIGS["deepspeed"])
-    _, config = convert(ORIGINS["deepspeed"], dict(flatten(json.loads(block))))
-    assert load_config(config) == load_config(tmp_path / "config.py").replace(clip_grad_norm=1.0)
-
-    given = {"dynamic_loss_scale": True, "dynamic_loss_args": {"scale_window": 1000}}
-    (tmp_path / "config.py").write_text(CONFIGS["sagemaker"])
-    _, config = convert(ORIGINS["sagemaker"], dict(flatten(given)))
-    assert load_config(config) == load_config(tmp_path / "config.py").replace(clip_grad_norm=0.0)
+    sagemaker = {"dynamic_loss_scale": True, "dynamic_loss_args": {"scale_window": 1000}}
+    for origin, given, clip in (("deepspeed", json.loads(block), 1.0), ("sagemaker", sagemaker, 0.0)):
+        (tmp_path / "config.py").write_text(CONFIGS[origin])
+        _, config = convert(ORIGINS[origin], dict(flatten(given)))
+        assert load_config(config) == load_config(tmp_path / "config.py").replace(clip_grad_norm=clip)

@@ -1,13 +1,12 @@
 """What docs/ shows of several ranks: pipelines, tensor plans, a model that drifts apart."""
 
-from __future__ import annotations
-
 import os
 import re
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 import halfmesh
@@ -19,11 +18,15 @@ from tests.support.ranks import here, rank_device, run_ranks
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
-def run(page_code, names=None):
+def execute(page, name, **space):
     """The names that a snippet leaves."""
-    space = {} if names is None else names
-    exec(page_code, space)
+    exec(snippet(page, name), space)
     return space
+
+
+def samples(count, seed=1):
+    x = torch.randn(count, 6, generator=torch.Generator().manual_seed(seed))
+    return x, (x[:, 0] > 0).long()
 
 
 def launch_first(rank, world_size, port, folder):
@@ -32,7 +35,7 @@ def launch_first(rank, world_size, port, folder):
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.chdir(folder)
     x, y = samples(60)
-    names = run(snippet("nodes.md", "before.py"), {"x": x, "y": y})
+    names = execute("nodes.md", "before.py", x=x, y=y)
     assert names["launch"].dp_rank == names["engine"].context.dp_rank
     return names["launch"].dp_rank, names["rows"].tolist(), names["loss"].item()
 
@@ -45,16 +48,11 @@ def test_ranks_are_known_before_the_model(tmp_path):
     assert all(loss < 0.6 for *_, loss in found)
 
 
-def samples(count, seed=1):
-    x = torch.randn(count, 6, generator=torch.Generator().manual_seed(seed))
-    return x, (x[:, 0] > 0).long()
-
-
-def make_engine(model):
+def make_engine(model, **parallel):
     loader = DataLoader(TensorDataset(*samples(24)), batch_size=8)
-    config = {"parallel": {"pipeline": {"size": 2, "microbatches": 4}}}
     sgd, keys = torch.optim.SGD(model.parameters(), lr=0.1), {"eval_dataloader": loader, "device": rank_device()}
-    return halfmesh.initialize(model, sgd, nn.CrossEntropyLoss(), loader, config, **keys)
+    parallel = parallel or {"pipeline": {"size": 2, "microbatches": 4}}
+    return halfmesh.initialize(model, sgd, nn.CrossEntropyLoss(), loader, {"parallel": parallel}, **keys)
 
 
 class Tower(nn.Module):
@@ -81,17 +79,12 @@ class Skips(nn.Module):
         return self.head(x + self.second(x).tanh())
 
 
-def make_tower(depth):
-    halfmesh.PARTITIONERS.unregister("tower")
-    run(snippet("pipeline.md", "my_partition.py"), {"Tower": Tower})
-    torch.manual_seed(0)
-    return Tower(8, depth)
-
-
 def run_loop(rank, world_size):
-    engine = make_engine(make_tower(3))
-    names = run(snippet("pipeline.md", "train.py"), {"engine": engine, "torch": torch, "total": 0.0})
-    engine.close()
+    halfmesh.PARTITIONERS.unregister("tower")
+    execute("pipeline.md", "my_partition.py", Tower=Tower)
+    torch.manual_seed(0)
+    with make_engine(Tower(8, 3)) as engine:
+        names = execute("pipeline.md", "train.py", engine=engine, torch=torch, total=0.0)
     return names["total"], sorted(engine.model.state_dict())
 
 
@@ -103,36 +96,41 @@ def test_the_loop_under_a_pipeline():
     assert last[0].startswith("head")
 
 
-def cut(rank, world_size):
-    """This rank's layers where the page's partitioner cuts; the output is that of one process."""
-    run(snippet("extending.md", "my_partitioner.py"), {"Skips": Skips})
-    model, (x, _) = Skips(8), here(samples(8))
+def output_as_alone(model, x, **parallel):
+    """The parameters after initialize; the output is that of one process."""
+    x = here(x)
     expected = here(model).eval()(x).detach()
-    with make_engine(model) as engine:
+    with make_engine(model, **parallel) as engine:
         output = engine.eval()(x)
         assert not engine.context.is_last_stage or torch.allclose(output, expected, atol=1e-6)
-        return {key.rpartition(".")[0] for key in engine.model.state_dict()}
+        return {name: tuple(param.shape) for name, param in engine.model.named_parameters()}
+
+
+def cut_and_divide(rank, world_size):
+    execute("extending.md", "my_partitioner.py", Skips=Skips)
+    halfmesh.TENSOR_PLANS.unregister("my_block")
+    model, (x, _), _ = execute("tensor-parallel.md", "my_block.py")["build"]()
+    return output_as_alone(Skips(8), samples(8)[0]), output_as_alone(model, x, tensor=2)
 
 
 @pytest.mark.sends
-def test_a_partitioner():
-    assert run_ranks(cut, 2) == [{"first"}, {"second", "head"}]
+def test_a_partitioner_cuts_and_a_tensor_plan_divides():
+    for layers, (stage, shapes) in zip(({"first"}, {"second", "head"}), run_ranks(cut_and_divide, 2), strict=True):
+        assert {name.rpartition(".")[0] for name in stage} == layers
+        assert (shapes["0.up.weight"], shapes["0.down.weight"]) == ((32, 16), (16, 32))
+        assert shapes["1.weight"] == (3, 16)
 
 
 def train_decoder(rank, world_size):
-    names = run(snippet("context-parallel.md", "decoder.py"))
+    names = execute("context-parallel.md", "decoder.py")
     torch.manual_seed(0)
-    model = names["Decoder"](words=32, length=16)
-    engine = halfmesh.initialize(
-        model,
-        torch.optim.AdamW(model.parameters(), lr=0.01),
-        lambda logits, targets: nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()),
-        config={"parallel": {"context": 2}},
-        device=rank_device(),
-    )
-    names |= {"engine": engine, "ids": here(torch.randint(32, (4, 16), generator=torch.Generator().manual_seed(0)))}
+    model, config = names["Decoder"](words=32, length=16), {"parallel": {"context": 2}}
+    adamw, options = torch.optim.AdamW(model.parameters(), lr=0.01), {"config": config, "device": rank_device()}
+    criterion = lambda logits, targets: cross_entropy(logits.flatten(0, 1), targets.flatten())  # noqa: E731
+    names["engine"] = halfmesh.initialize(model, adamw, criterion, **options)
+    names["ids"] = here(torch.randint(32, (4, 16), generator=torch.Generator().manual_seed(0)))
     for _ in range(20):
-        run(snippet("context-parallel.md", "train.py"), names)
+        exec(snippet("context-parallel.md", "train.py"), names)
     return names["loss"].item()
 
 
@@ -141,27 +139,8 @@ def test_a_decoder_trains_on_sharded_sequences():
     assert one == other < 3.0
 
 
-def divide(rank, world_size):
-    """Shapes after initialize. The output is that of one process."""
-    halfmesh.TENSOR_PLANS.unregister("my_block")
-    names = run(snippet("tensor-parallel.md", "my_block.py"))
-    model, (x, _), _ = names["build"]()
-    x = here(x)
-    expected = here(model).eval()(x)
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    with halfmesh.initialize(model, sgd, config={"parallel": {"tensor": 2}}, device=rank_device()) as engine:
-        assert torch.allclose(engine.eval()(x), expected, atol=1e-6)
-        return {name: tuple(param.shape) for name, param in engine.model.named_parameters()}
-
-
-def test_a_tensor_plan_divides_a_layer():
-    for shapes in run_ranks(divide, 2):
-        assert (shapes["0.up.weight"], shapes["0.down.weight"]) == ((32, 16), (16, 32))
-        assert shapes["1.weight"] == (3, 16)
-
-
 def test_the_plan_of_nano_gpt_is_the_one_that_trains():
-    assert run(snippet("tensor-parallel.md", "nano_gpt.py"))["parallel"]["tensor"]["plan"] == nano_gpt.PLAN
+    assert execute("tensor-parallel.md", "nano_gpt.py")["parallel"]["tensor"]["plan"] == nano_gpt.PLAN
 
 
 def drift(rank, world_size):
@@ -170,12 +149,10 @@ def drift(rank, world_size):
     engine = halfmesh.initialize(*given, {"debug": "sync"})
     try:
         for images, labels in engine.dataloader:
-            engine.zero_grad()
             engine.backward(engine.criterion(engine(images), labels))
             engine.step()
             if engine.global_step == 3 and rank == 1:
-                with torch.no_grad():  # the mistake: on one rank only
-                    names["model"][0].bias[2] += 1e-3
+                names["model"][0].bias.data[2] += 1e-3  # the mistake: on one rank only
     except halfmesh.SyncError as error:
         return str(error)
 
