@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
 import halfmesh
 from tests.support.ranks import here, rank_device, run_ranks
-from tests.support.whole import load_full
 
 WIDTH = 8
 PIPE = {"size": 2, "microbatches": 2, "schedule": "interleaved", "chunks": 2}
@@ -16,6 +18,12 @@ PLAN = {"size": 2, "plan": {"*.0": "colwise", "*.2": "rowwise"}}
 LAYOUTS = {"zero1": {"data": "zero1"}, "fsdp": {"data": "fsdp"}, "tensor": {"tensor": PLAN}, "pipe": {"pipeline": PIPE}}
 TOLERANCES = {"rtol": 2e-2, "atol": 2e-3}
 X = torch.randn(2, 8, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+def load_full(full, model, optimizer):
+    """Load what `full_state_dict(optimizer=True)` returned into a plain model and its optimizer."""
+    model.load_state_dict(full["model"])
+    set_optimizer_state_dict(model, optimizer, copy.deepcopy(full["optimizer"]))
 
 
 class Scale(nn.Module):

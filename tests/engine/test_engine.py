@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfmesh
 from halfmesh.errors import InputError
@@ -20,7 +21,6 @@ from tests.support.models import (
     MLP,
     MODES,
     TOLERANCES,
-    MatmulDtypes,
     difference,
     full_weights,
     make_data,
@@ -35,6 +35,19 @@ from tests.support.models import (
 from tests.support.ranks import here, run_ranks
 
 X, Y = make_data(8)
+
+
+class MatmulDtypes(TorchDispatchMode):
+    """Collects the dtypes in which matrix products run."""
+
+    def __init__(self):
+        super().__init__()
+        self.dtypes = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm):
+            self.dtypes.update(a.dtype for a in args if isinstance(a, torch.Tensor))
+        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("mode", MODES)

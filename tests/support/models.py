@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
 import halfmesh
@@ -142,19 +141,6 @@ def difference(weights: dict[str, torch.Tensor], model: nn.Module) -> float:
     assert weights.keys() == expected.keys()
     largest = max(value.abs().max().item() for value in expected.values())
     return max((weights[n] - expected[n]).abs().max().item() for n in expected) / largest
-
-
-class MatmulDtypes(TorchDispatchMode):
-    """Collects the dtypes in which matrix products run."""
-
-    def __init__(self):
-        super().__init__()
-        self.dtypes = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm):
-            self.dtypes.update(a.dtype for a in args if isinstance(a, torch.Tensor))
-        return func(*args, **(kwargs or {}))
 
 
 def said(call: Callable[..., Any], *args: Any, **kwargs: Any) -> str:

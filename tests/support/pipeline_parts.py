@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import halfmesh
-from halfmesh import Call, InputError, Piece
-from halfmesh.parallel.pipeline.partition import find_pieces, resolve
+from halfmesh import Call, Piece
+from halfmesh.parallel.pipeline.partition import find_pieces
 from halfmesh.utils.tensors import tensors_of
 
 from .models import CLASSES, FEATURES, make_engine
@@ -24,16 +24,6 @@ from .versions import SPLIT_SCHEDULES
 def pieces_of(model: nn.Module, partition: Any = "auto") -> Sequence[Piece]:
     """What `parallel.pipeline.partition`, or a partitioner, makes of `model`."""
     return partition.pieces_of(model) if hasattr(partition, "pieces_of") else find_pieces(model, partition)
-
-
-def stages_of(model, size, chunks=1, partition="auto") -> tuple[list[str], tuple[float, ...], list[str]]:
-    """Names of the stages and what each costs, and the reasons why there are none."""
-    try:
-        found = resolve(model, size, chunks, partition)
-    except InputError as error:
-        return [], (), [str(error)]
-    names = [" to ".join(dict.fromkeys((stage[0].name, stage[-1].name))) for stage in found.stages]
-    return names, found.costs, []
 
 
 def compose(model: nn.Module, pieces: Sequence[Piece], *args: Any, **kwargs: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 from unittest import mock
@@ -15,7 +14,6 @@ from torch import nn
 import halfmesh
 from halfmesh.errors import IncompatibleConfigError
 from tests.support.ranks import here, rank_device
-from tests.support.whole import close_whole
 
 Plan = str | Mapping[str, str]
 
@@ -30,24 +28,6 @@ def divide(model, plan: Plan = "auto", sequence_parallel=False, optimizer=None, 
     tensor = {"size": dist.get_world_size(), "plan": plan, "sequence_parallel": sequence_parallel}
     config |= {"parallel": {"tensor": tensor}}
     return halfmesh.initialize(model, optimizer or make_optimizer, config=config, device=rank_device())
-
-
-def parity(model: nn.Module, call: Callable[[Any], torch.Tensor], plan: Plan = "auto", sequence_parallel=False):
-    """How far a divided model is from the whole one, in its output and in its weights after an update: the largest
-    difference, relative to the largest number."""
-    whole = here(copy.deepcopy(model))
-    optimizer = make_optimizer(whole.parameters())
-    expected = call(whole)
-    scalar(expected).backward()
-    optimizer.step()
-    engine = divide(model, plan, sequence_parallel)
-    output = call(engine)
-    engine.backward(scalar(output))
-    engine.step()
-    trained = here(close_whole(engine))
-    named = dict(whole.named_parameters())
-    weights = [torch.cat([each[name].detach().flatten() for name in named]) for each in (trained, named)]
-    return max(apart(output, expected), apart(*weights))
 
 
 def apart(a: torch.Tensor, b: torch.Tensor) -> float:

@@ -12,11 +12,22 @@ import torch
 from torch import nn
 
 from halfmesh import BlockPartition, InputError
-from tests.support.pipeline_parts import assert_equal, check_pieces, compose, pieces_of, stages_of
+from halfmesh.parallel.pipeline.partition import resolve
+from tests.support.pipeline_parts import assert_equal, check_pieces, compose, pieces_of
 
 IMAGES = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 IDS = torch.randint(1, 32, (2, 6), generator=torch.Generator().manual_seed(0))
 LEFT_PADDED = torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6])
+
+
+def stages_of(model, size, chunks=1, partition="auto") -> tuple[list[str], tuple[float, ...], list[str]]:
+    """Names of the stages and what each costs, and the reasons why there are none."""
+    try:
+        found = resolve(model, size, chunks, partition)
+    except InputError as error:
+        return [], (), [str(error)]
+    names = [" to ".join(dict.fromkeys((stage[0].name, stage[-1].name))) for stage in found.stages]
+    return names, found.costs, []
 
 
 def best(costs, count):
