@@ -10,15 +10,13 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
 
 from halfmesh.engine import recompute
 from halfmesh.engine.offload import IN_FLIGHT, Copies, Offload, _is_cast_of_parameter
 from halfmesh.errors import IncompatibleConfigError, InputError
 from tests.support.models import CLASSES, FEATURES, MLP, full_weights, make_engine
+from tests.support.saved_memory import bytes_left
 
 WIDTH = 16
 FULL, SELECTIVE = {"activation_checkpoint": "full"}, {"activation_checkpoint": "selective"}
@@ -27,34 +25,6 @@ NORMS = {
     "batch": lambda: nn.BatchNorm1d(WIDTH),
     "spectral": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)),  # each call changes buffers
 }
-
-
-class Made(TorchDispatchMode):
-    """Remembers the memory of every result that is not an argument's."""
-
-    def __init__(self):
-        super().__init__()
-        self.storages = {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        given = {storage._cdata for storage in storages_of((args, kwargs))}
-        for storage in storages_of(result):
-            if storage._cdata not in given:
-                self.storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        return result
-
-
-def storages_of(tree):
-    return [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
-def bytes_left(forward):
-    """The bytes that `forward` made and that are still there while what it returned is; besides that itself."""
-    with Made() as made:
-        result = forward()
-    own = {storage._cdata for storage in storages_of(result)}
-    return sum(size for key, (ref, size) in made.storages.items() if key not in own and not ref.expired())
 
 
 class Block(nn.Module):

@@ -62,6 +62,15 @@ def find_rows(text: str, header: str) -> list[list[str]]:
     return [[cell.strip() for cell in row.strip("|").split(" | ")] for row in table]
 
 
+def defaults(page: str, header: str) -> dict[str, Any]:
+    """A table of keys: key -> default. One that is no literal (*required*, "the mode's") stays a text."""
+    found = {}
+    for key, default, *_ in find_rows(read_page(page), header):
+        literal = re.fullmatch(r"`(.*)`", default)
+        found[key.strip("`")] = eval(literal[1], {"torch": torch}) if literal else default
+    return found
+
+
 def stand_ins() -> dict[str, Any]:
     """What the snippets expect a user to have: 2-layer model, optimizer, criterion and 60 samples."""
     torch.manual_seed(0)
