@@ -346,3 +346,5 @@ if _MODULES in os.environ:
         with contextlib.suppress(BaseException):  # it fails again in the ranks, which can say so
             importlib.import_module(_name.partition(":")[0])
     faulthandler.cancel_dump_traceback_later()
+    gc.collect()
+    gc.freeze()  # ranks do not search what is here for garbage, which also would copy its memory
