@@ -11,23 +11,19 @@ SUM = "return partial(_wait, dist.all_reduce(total, group=group, async_op=True),
 GATHER = "connect(x, lambda x: start_gather(x, dim, group)(), lambda grad: _shard(grad, dim, group))"
 SCATTER = "    return connect(x, lambda x: start_sum_shard("
 LOOKED_UP = "elsewhere.unsqueeze(-1), 0), self.axis.group)"
-O_PROJ = after("model.layers.0.self_attn.o_proj")
 
 TENSOR = {
     "A layer divided by rows keeps its part of the output: an all-reduce is missing in forward": (
         Text(LAYERS, REDUCE, "pass"),
-        In(At.LLAMA_TENSOR, (O_PROJ, "rejected *output*")),
         In(At.MLP_TENSOR, (after("down"), OTHERWISE)),
     ),
     "A layer divided by rows sums its output twice: an all-reduce too many in forward": (
         Text(LAYERS, REDUCE, "OLD\n            OLD"),
-        In(At.LLAMA_TENSOR, O_PROJ),
-        In(At.GPT_TENSOR, (after("blocks.0.attention.out"), "rejected *blocks.0*")),
+        In(At.LLAMA_TENSOR, after("model.layers.0.self_attn.o_proj")),
     ),
     "Every rank adds the bias of a layer divided by rows, and then the ranks are summed": (
         Text(LAYERS, "output = self.product(x, weight)\n", "output = self.product(x, weight, self.bias)\n"),
         Text(LAYERS, "output if self.bias is None else output + self.bias.to(output.dtype)", "output"),
-        In(At.LLAMA_TENSOR, O_PROJ),
         In(At.MLP_TENSOR, (after("down"), OTHERWISE)),
     ),
     "Layers divided by columns hand back their part of the gradient: an all-reduce is missing in backward": (
@@ -36,7 +32,6 @@ TENSOR = {
     ),
     "Layers divided by columns sum the gradient of their input twice: an all-reduce too many in backward": (
         Text(COLLECTIVES, SUM, "dist.all_reduce(total, group=group)\n    OLD"),
-        In(At.LLAMA_TENSOR, (grad("model.norm"), grad("model"))),
         In(At.GPT_TENSOR, grad("norm")),
     ),
     "The shards of a head's output are joined in another order than that of the ranks": (
@@ -159,7 +154,6 @@ PIPELINE = {
     "The gradient that goes back from one stage to the one before is too large by two": (
         Text(STAGE, COMPUTE, f"{MAP}activations = map_tensors(lambda x: x + (x - x.detach()), activations)\nOLD"),
         In(At.MLP_PIPE, (grad("down"), "gradient first.*")),
-        In(At.GPT_PIPE, (grad("blocks.0*"), "gradient tokens.*", "gradient blocks.0*")),
     ),
     "Every microbatch goes on with what was received for the first: a buffer is used twice": (
         Text(
@@ -170,7 +164,6 @@ PIPELINE = {
             "        activations = map_tensors(lambda x: x + (next(first) - x).detach(), activations)\nOLD",
         ),
         In(At.MLP_PIPE, before("norm")),
-        In(At.GPT_PIPE, before("blocks.1*")),
     ),
     "The first stage leaves out its last block: the model is cut in the wrong place": (
         Text(STAGE, "self.pieces = tuple(pieces)", "self.pieces = tuple(pieces[: len(pieces) - (index == 0)])"),
