@@ -33,8 +33,8 @@ def tokens(length: int = LENGTH) -> tuple[torch.Tensor, torch.Tensor]:
     return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 
-def gpt(make: Any = make_gpt, **options: Any) -> Any:
-    return make(**options), tokens(), criterion
+def gpt(**options: Any) -> Any:
+    return make_gpt(**options), tokens(), criterion
 
 
 def uneven() -> Any:
@@ -56,9 +56,8 @@ class Decoder(nn.Module):
     def forward(self, ids, mask=None, keep=None, position_ids=None):
         places = torch.arange(ids.shape[1], device=ids.device) if position_ids is None else position_ids
         x = self.tokens(ids) + self.places(places)
-        q, k, v = (
-            self.qkv(x).unflatten(-1, (-1, self.size)).transpose(1, 2).split([self.heads, self.keys, self.keys], 1)
-        )
+        heads = self.qkv(x).unflatten(-1, (-1, self.size)).transpose(1, 2)
+        q, k, v = heads.split([self.heads, self.keys, self.keys], 1)
         mask = mask if keep is None else keep[:, None, None]
         options = {"attn_mask": mask, "is_causal": mask is None, "enable_gqa": self.keys < self.heads}
         return self.head(x + F.scaled_dot_product_attention(q, k, v, **options, scale=0.3).transpose(1, 2).flatten(2))
@@ -105,9 +104,6 @@ def layers(heads: int, **masks: Any) -> Any:
     return Layers(heads), ({"ids": ids, **masks}, targets), criterion
 
 
-# -- models of transformers, with their own losses ---------------------------------------------------------------------
-
-
 def hugging_face(kind: str, sizes: dict[str, Any], mask: torch.Tensor | None = None, hides: Any = None, **given) -> Any:
     """`hides`: the share of targets that do not count."""
     import transformers as hf
@@ -125,7 +121,7 @@ def hugging_face(kind: str, sizes: dict[str, Any], mask: torch.Tensor | None = N
 JOINED = torch.cat([torch.arange(10), torch.arange(LENGTH - 10)]).expand(ROWS, -1).contiguous()
 """Positions of two sequences in each row."""
 llama = partial(hugging_face, "LlamaForCausalLM", DECODER)
-gemma = partial(hugging_face, "Gemma3ForCausalLM")
+gemma = partial(hugging_face, "Gemma3ForCausalLM", {**DECODER, **MIXED})
 bert = partial(hugging_face, mask=BEHIND, hides=0.7)
 modern = {**SIZES, **MIXED, "local_attention": WINDOW, "attn_implementation": "sdpa"}
 KEEPING = {"parallel": {"context": {"size": 2, "non_split": ["keep"]}}}
@@ -141,11 +137,7 @@ PIPELINE = {"pipeline": {"size": 2, "microbatches": 2, "partition": ("head",)}}
 @rows(
     Row("targets that do not count", uneven, context(gradient_accumulation=2), accumulated=True),
     Row("halves, recomputed", partial(gpt, num_heads=1), context(activation_checkpoint="full")),
-    Row(
-        "padding, whole on each rank",
-        partial(decoder, 4, keep=BEHIND),
-        KEEPING,
-    ),
+    Row("padding, whole on each rank", partial(decoder, 4, keep=BEHIND), KEEPING),
     Row("an odd number of tokens, three heads", partial(decoder, 3, 1, length=10), context()),
     Row("two heads of keys for four ranks", partial(decoder, 4, 2), context(4), 4),
     Row("one token on each rank", partial(decoder, 4, length=4), context(4), 4),
@@ -159,7 +151,11 @@ PIPELINE = {"pipeline": {"size": 2, "microbatches": 2, "partition": ("head",)}}
     Row("Llama, joined sequences", partial(llama, position_ids=JOINED), context()),
     Row("Llama, a prefix", partial(llama, PREFIX.expand(ROWS, 1, -1, -1).contiguous()), context()),
     Row("Mistral", partial(hugging_face, "MistralForCausalLM", {**DECODER, "sliding_window": WINDOW}), context()),
-    Row("Gemma 3, joined sequences", partial(gemma, {**DECODER, **MIXED}, position_ids=JOINED), context()),
+    Row(
+        "Gemma 3, joined sequences",
+        partial(hugging_face, "Gemma3ForCausalLM", {**DECODER, **MIXED}, position_ids=JOINED),
+        context(),
+    ),
     Row("BERT", partial(bert, "BertForMaskedLM", SIZES), context()),
     Row("ModernBERT", partial(bert, "ModernBertForMaskedLM", modern), context(), slow=True),
 )

@@ -1,4 +1,4 @@
-"""What the engine does around a layout: accumulation, reductions of losses, activations that are not kept, hooks."""
+"""What the engine does around a layout: accumulation, reductions of losses, activations that are not kept."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from tests.support.proofs import Row, TeamWork, rows
 pytestmark = pytest.mark.distributed
 
 GROUPS = {"tensor": 2, "data": {"reduce_dtype": "float32"}}
-PIPELINE = {"pipeline": {"size": 2, "microbatches": 2}}
 SMALL = {"data": {"bucket_mb": 0.0005, "max_inflight": 2}}
 ACCUMULATED = {"gradient_accumulation": 2, "clip_grad_norm": 1.0}
 
@@ -38,7 +37,6 @@ def weighted(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor,
 
 
 @rows(
-    Row("accumulated in one process", gpt, ACCUMULATED, ranks=1),
     Row("three data ranks", gpt, ACCUMULATED | {"parallel": SMALL}, ranks=3),
     Row("sum, over data ranks only", partial(gpt, summed), {"loss_reduction": "sum", "parallel": GROUPS}, ranks=4),
     Row("weighted", partial(gpt, weighted), ACCUMULATED | {"loss_reduction": "weighted", "parallel": GROUPS}, ranks=4),
@@ -50,16 +48,9 @@ def weighted(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor,
         work=TeamWork,
     ),
     Row(
-        "full, offloaded, tensor",
-        gpt,
-        {"activation_checkpoint": "full", "activation_offload": True} | {"parallel": {"tensor": 2}},
-    ),
-    Row("selective, pipeline", gpt, {"activation_checkpoint": "selective", "parallel": PIPELINE}),
-    Row(
         "patterns, zero1", gpt, {"activation_checkpoint": {"patterns": ["blocks.*.mlp"]}, "parallel": {"data": "zero1"}}
     ),
     Row("every second, fsdp", gpt, {"activation_checkpoint": {"every": 2}, "parallel": {"data": "fsdp"}}),
-    Row("offloaded, pipeline", gpt, {"activation_offload": True, "parallel": PIPELINE}),
 )
 def test_trains_as_one_process(row):
     row.prove()

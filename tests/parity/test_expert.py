@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from halfmesh.verify.models import Experts, Mixture, Transformer, mixture
 from tests.support.proofs import Row, TeamWork, rows
@@ -21,18 +20,9 @@ def expert(size: int = 2, data: Any = None, axes: Any = None, **config: Any) -> 
     return {"clip_grad_norm": 1.0, "timeout": 30.0, "parallel": parallel, **config}
 
 
-def made(*mlps: nn.Module) -> Any:
-    _, data, criterion = mixture()
-    return Transformer(*mlps), data, criterion
-
-
 def summed() -> Any:
-    model, data, _ = mixture()
-    return (
-        model,
-        data,
-        lambda output, targets: F.cross_entropy(output.flatten(0, 1), targets.flatten(), reduction="sum"),
-    )
+    *given, _ = mixture()
+    return *given, lambda output, targets: F.cross_entropy(output.flatten(0, 1), targets.flatten(), reduction="sum")
 
 
 class Skipping(Experts):
@@ -61,10 +51,10 @@ class Favouring(Mixture):
 
 
 def favouring(count: int, only_experts: bool = False) -> Any:
-    built = made(Favouring(count), Favouring(count))
-    for name, param in built[0].named_parameters():
+    model = Transformer(Favouring(count), Favouring(count))
+    for name, param in model.named_parameters():
         param.requires_grad_(not only_experts or "experts" in name)
-    return built
+    return model, *mixture()[1:]
 
 
 STAGES = {"pipeline": {"size": 2, "microbatches": 2, "partition": ("blocks.2",)}}

@@ -19,10 +19,9 @@ ROWS, CHUNK = 4, 6
 VOCAB_PARALLEL = {"*": "auto", "tokens": "vocab", "head": "vocab_parallel"}
 END = {"words": "vocab", "end.head": "vocab_parallel"}
 STAGES = {"size": 2, "microbatches": 2, "partition": ["blocks.1"]}
-RECOMPUTED = {"patterns": ["end"]}
+RECOMPUTED = {"activation_checkpoint": {"patterns": ["end"]}}
 LM_HEAD = {"*": "auto", "lm_head": "vocab_parallel"}
 NAIVE = {"fp16": {"mode": "naive", "loss_scale": 1024.0}}
-TORCH = {"bf16": {"mode": "torch"}}
 
 
 class FusedGPT(GPT):
@@ -48,12 +47,9 @@ def batch(uneven: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
     return ids, targets
 
 
-def gpt(**options: Any) -> Any:
-    ids, targets = batch(**options)
+def gpt(uneven: bool = True) -> Any:
+    ids, targets = batch(uneven)
     return FusedGPT(LENGTH, 16, 2, 4), {"ids": ids, "targets": targets}
-
-
-even = partial(gpt, uneven=False)
 
 
 class End(nn.Module):
@@ -81,22 +77,14 @@ def with_end() -> Any:
     return WithEnd(), {"ids": ids, "targets": targets}
 
 
-class EachToken(FusedGPT):
-    """Returns the loss of each token."""
-
-    reduction = "none"
-
-
 def of_tokens() -> Any:
-    ids, targets = batch()
-    return (
-        EachToken(LENGTH, 16, 2, 4),
-        ({"ids": ids, "targets": targets}, torch.zeros(ROWS)),
-        lambda losses, _: losses.mean(),
-    )
+    """The model returns the loss of each token."""
+    model, batch = gpt()
+    model.reduction = "none"
+    return model, (batch, torch.zeros(ROWS)), lambda losses, _: losses.mean()
 
 
-def llama(tied: bool = False, **options: Any) -> Any:
+def llama(tied: bool = False) -> Any:
     transformers = pytest.importorskip("transformers")
 
     class FusedLlama(transformers.LlamaForCausalLM):  # type: ignore[misc]
@@ -106,33 +94,25 @@ def llama(tied: bool = False, **options: Any) -> Any:
 
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
     sizes |= {"num_key_value_heads": 2, "vocab_size": WORDS, "initializer_range": 0.2, "use_cache": False}
-    ids, targets = batch(**options)
-    return FusedLlama(transformers.LlamaConfig(**sizes, tie_word_embeddings=tied)), {
-        "input_ids": ids,
-        "targets": targets,
-    }
+    ids, targets = batch()
+    model = FusedLlama(transformers.LlamaConfig(**sizes, tie_word_embeddings=tied))
+    return model, {"input_ids": ids, "targets": targets}
 
 
-def config(**options: Any) -> Any:
-    parallel = {key: value for key, value in options.items() if key in ("tensor", "context", "data", "pipeline")}
-    return {"parallel": parallel, **{key: value for key, value in options.items() if key not in parallel}}
+def config(more: Any = None, **parallel: Any) -> Any:
+    return {"parallel": parallel, **(more or {})}
 
 
 @rows(
     Row("vocabulary-parallel", gpt, config(tensor={"size": 2, "plan": VOCAB_PARALLEL})),
     Row("gathered logits", gpt, config(tensor=2)),
     Row("context", gpt, config(context=2)),
-    Row("zero1", even, config(data="zero1", gradient_accumulation=2)),
-    Row("fsdp", even, config(data="fsdp")),
-    Row("recomputed, context", with_end, config(context=2, activation_checkpoint=RECOMPUTED)),
-    Row("recomputed", with_end, config(tensor={"size": 2, "plan": END}, activation_checkpoint=RECOMPUTED)),
-    Row("recomputed in fp16", with_end, config(context=2, activation_checkpoint=RECOMPUTED, **NAIVE), work=FormatAlone),
-    Row(
-        "stages, fsdp",
-        of_tokens,
-        config(data="fsdp", pipeline=STAGES),
-        4,
-    ),
+    Row("zero1", partial(gpt, False), config({"gradient_accumulation": 2}, data="zero1")),
+    Row("fsdp", partial(gpt, False), config(data="fsdp")),
+    Row("recomputed, context", with_end, config(RECOMPUTED, context=2)),
+    Row("recomputed", with_end, config(RECOMPUTED, tensor={"size": 2, "plan": END})),
+    Row("recomputed in fp16", with_end, config(RECOMPUTED | NAIVE, context=2), work=FormatAlone),
+    Row("stages, fsdp", of_tokens, config(data="fsdp", pipeline=STAGES), 4),
     Row(
         "Llama, tied",
         partial(llama, True),
@@ -140,8 +120,8 @@ def config(**options: Any) -> Any:
     ),
     Row("Llama, sequences", llama, config(tensor={"size": 2, "plan": LM_HEAD, "sequence_parallel": True})),
     Row("Llama, context", llama, config(context=2)),
-    Row("fp16", gpt, config(tensor={"size": 2, "plan": VOCAB_PARALLEL}, **NAIVE), work=FormatAlone),
-    Row("bf16", gpt, config(context=2, **TORCH), work=FormatAlone),
+    Row("fp16", gpt, config(NAIVE, tensor={"size": 2, "plan": VOCAB_PARALLEL}), work=FormatAlone),
+    Row("bf16", gpt, config({"bf16": {"mode": "torch"}}, context=2), work=FormatAlone),
 )
 def test_trains_as_one_process(row):
     row.prove()

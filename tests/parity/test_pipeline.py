@@ -1,17 +1,21 @@
-"""Pipelines: what stages hold, what crosses from stage to stage, and gradients that are computed apart."""
+"""Pipelines: what stages hold, what crosses from stage to stage, arguments of all kinds, gradients that are computed
+apart, and how losses are joined."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from halfmesh.utils.tensors import tensors_of
-from tests.support.pipeline_parts import pipe
+from tests.support.models import CLASSES, FEATURES, make_data, summed_loss
+from tests.support.pipeline_parts import Deep, pipe
 from tests.support.proofs import Row, rows
 from tests.support.versions import SPLIT_SCHEDULES
 
@@ -72,16 +76,6 @@ def boundaries() -> nn.Module:
         Layer(lambda pair: torch.cat(pair, 1), lambda pair, y: y[:, None].expand(-1, 3, -1).transpose(0, 1)),
         Layer(lambda x: x.transpose(0, 1).sum(1), lambda x, y: y.bfloat16()),
         Layer(lambda x: x.double(), lambda x, y: {"out": y, "mask": y > 0}),
-    )
-
-
-def passed_on() -> nn.Module:
-    """What the first stage computes goes unchanged through two others, which use it, too."""
-    return nn.Sequential(
-        linear(),
-        Layer(give=lambda x, y: (x, y)),
-        Layer(lambda pair: pair[0] * pair[1], lambda pair, y: (pair[0], y)),
-        Layer(lambda pair: pair[0] + pair[1], lambda pair, y: pair[0] * y),
     )
 
 
@@ -196,6 +190,65 @@ def strided() -> nn.Module:
     )
 
 
+# -- arguments and losses ----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Features:
+    """Of it the tensor is split, and the rest comes along."""
+
+    x: torch.Tensor
+    names: tuple[str, str] = ("a", "b")
+
+
+class Named(nn.Module):
+    """Several inputs and outputs of different kinds; integers and a mask pass from stage to stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(10, FEATURES)
+        self.first, self.middle = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, FEATURES)
+        self.last = nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, ids, features, table, scale=None, *, mask=None):
+        x = self.words(ids).mean(1) + features.x @ table
+        rounded = (x * 10).long()
+        y = self.first(x).relu() + x
+        if mask is not None:
+            y = y * mask[:, None]
+        y = self.middle(y) + rounded % 3
+        if scale is not None:
+            y = y * scale
+        return {"scores": self.last(y + x), "rounded": rounded, "extra": (y.detach().sum(1), 7)}
+
+
+def of_scores(output: Any, target: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(output["scores"], target)
+
+
+def named() -> Any:
+    """Calls of several kinds and sizes, in turn."""
+    x, y = make_data(8)
+    ids, table, mask = torch.arange(24).view(8, 3) % 10, torch.randn(FEATURES, FEATURES), torch.tensor([1.0, 0.0] * 4)
+    calls = [
+        (ids, Features(x), table),
+        (ids[:4], Features(x[:4]), table, torch.tensor(2.0)),
+        {"ids": ids, "features": Features(x), "table": table, "mask": mask},
+        {"ids": ids[:4], "features": Features(x[:4]), "table": table, "mask": mask[:4], "scale": torch.tensor(3.0)},
+    ]
+    sizes = 8, 4, 8, 4
+    return Named(), [(call, y[:size]) for call, size in zip(calls, sizes, strict=True)], of_scores
+
+
+def joined(loss: Callable[..., Any], *sizes: int) -> Any:
+    """Losses of batches of these sizes, which are joined with those of microbatches and data ranks."""
+    return Deep(), list(zip(*(part.split(sizes) for part in make_data(sum(sizes))), strict=True)), loss
+
+
+OF_LAYERS = {"partition": ("first", "middle", "last"), "non_split": ("table",)}
+summed = partial(F.cross_entropy, reduction="sum")
+JOINED = pipe() | {"gradient_accumulation": 2}
+EVEN, UNEVEN = (4,) * 8, (6, 2, 4, 4) * 2
 FOUR = {"size": 4, "microbatches": 4, "schedule": "1f1b"}
 LOOPED = {"microbatches": 4, "schedule": "interleaved", "chunks": 2}
 POINTS = {"zero_bubble": ("1", "2", "3"), "zbv": ("2", "3", "4"), "dualpipev": ("3", "4", "5")}
@@ -207,9 +260,14 @@ POINTS = {"zero_bubble": ("1", "2", "3"), "zbv": ("2", "3", "4"), "dualpipev": (
     of="SageMaker",
     page="pipeline.md",
 )
+@pytest.mark.promise(
+    "arguments without a batch dimension, outputs on request",
+    "`non_split`, `keep_outputs`, `eval_outputs`",
+    of="SageMaker",
+    page="pipeline.md",
+)
 @rows(
     Row("boundaries", partial(build, boundaries), pipe(**LOOPED | {"chunks": 4}), accumulated=True),
-    Row("passed on", partial(build, passed_on), pipe(**LOOPED, partition=("1", "2", "3"))),
     Row("integers", partial(build, integers), pipe(**LOOPED, partition=("1", "3", "5"))),
     Row("in place", partial(build, in_place), pipe(schedule="gpipe", microbatches=4)),
     Row("skips", partial(build, Skips), pipe(**LOOPED, partition=("b", "c", "d"))),
@@ -219,6 +277,14 @@ POINTS = {"zero_bubble": ("1", "2", "3"), "zbv": ("2", "3", "4"), "dualpipev": (
         Row(f"strided, {name}", partial(build, strided), pipe(**LOOPED | {"schedule": name}, partition=POINTS[name]))
         for name in SPLIT_SCHEDULES
     ),
+    Row("arguments", named, pipe(schedule="interleaved", chunks=2, **OF_LAYERS), updates=4),
+    Row(
+        "sums",
+        partial(joined, partial(F.cross_entropy, reduction="sum"), *EVEN),
+        JOINED | {"loss_reduction": "sum"},
+        ranks=4,
+    ),
+    Row("weighted", partial(joined, summed_loss, *UNEVEN), JOINED | {"loss_reduction": "weighted"}, ranks=4),
 )
 def test_trains_as_one_process(row):
     row.prove()

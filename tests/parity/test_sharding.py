@@ -1,4 +1,4 @@
-"""zero1 and fsdp: parameters of every shape, weights that are shared, and layers that some ranks do not use."""
+"""Data ranks: parameters of every shape, weights that are shared, and layers that all ranks use, some or none."""
 
 from __future__ import annotations
 
@@ -119,23 +119,56 @@ def narrow() -> Any:
     return model.append(nn.Linear(8, CLASSES)), batches(8), nn.CrossEntropyLoss()
 
 
-FSDP, ZERO1 = {"parallel": {"data": "fsdp"}}, {"parallel": {"data": {"strategy": "zero1", "bucket_mb": 0.0005}}}
-LATE = {"parallel": {"data": {"strategy": "zero1", "bucket_mb": 0.0005, "overlap_param_gather": True}}}
-HYBRID = {"strategy": "fsdp", "hybrid": 2}
-APART = {"strategy": "fsdp", "separate_reduce_group": True}
-OFFLOADED = {"strategy": "fsdp", "cpu_offload": True}
-CYCLES = {"gradient_accumulation": 2, "clip_grad_norm": 0.05}
-BF16 = {"bf16": {"mode": "naive"}}
-AUTOCAST = {"bf16": {"mode": "torch"}}
+def data(options: Any) -> dict[str, Any]:
+    return {"parallel": {"data": options}}
+
+
+FSDP, ZERO1 = data("fsdp"), data({"strategy": "zero1", "bucket_mb": 0.0005})
+LATE = data({"strategy": "zero1", "bucket_mb": 0.0005, "overlap_param_gather": True})
+HYBRID, APART = ({"strategy": "fsdp", name: value} for name, value in (("hybrid", 2), ("separate_reduce_group", True)))
+TWICE = {"gradient_accumulation": 2}
+CYCLES = TWICE | {"clip_grad_norm": 0.05}
+BF16, AUTOCAST = ({"bf16": {"mode": mode}} for mode in ("naive", "torch"))
 SUMS = {"loss_reduction": "sum"}
 ALIKE, OTHERS = (True, True, False, False), (True, False, False, True)
 """Whether both ranks use the same layers in an update."""
 
 
+def sgd(params: Any) -> optim.Optimizer:
+    """A parameter without a gradient stays as it is, one with a gradient of zero decays."""
+    return optim.SGD(params, lr=0.1, weight_decay=0.1)
+
+
+class Branches(nn.Module):
+    """Layers beside each other, of which the first is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.layers[0].requires_grad_(False)
+
+    def forward(self, x: torch.Tensor, used: int) -> torch.Tensor:
+        return sum(layer(x) for layer in self.layers[:used])
+
+
+def branches() -> Any:
+    """The first and the second rank use other layers, in each microbatch; in the third update no rank uses the last."""
+    used = [4, 3, 4, 2, 3, 4, 2, 2, 3, 3, 2, 3]
+    return Branches(), [(torch.randn(2, 4), count) for count in used]
+
+
+def images() -> Any:
+    layers = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(36, 2)
+    model = nn.Sequential(*layers).to(memory_format=torch.channels_last)
+    return model, torch.randn(8, 3, 5, 5).to(memory_format=torch.channels_last)
+
+
+TINY = {"bucket_mb": 1e-6}
+"""A bucket for each parameter."""
+
+
 def staged(data: str) -> dict[str, Any]:
-    config = pipe()
-    config["parallel"]["data"] = data
-    return config
+    return {"parallel": {**pipe()["parallel"], "data": data}}
 
 
 @pytest.mark.promise("fp16 does not go with ZeRO")
@@ -159,15 +192,20 @@ def staged(data: str) -> dict[str, Any]:
     Row("part of the model", partial(with_criterion, "part of the model"), FSDP),
     Row("has a part", partial(with_criterion, "has a part"), FSDP),
     Row("function", partial(with_criterion, "function"), FSDP),
-    Row("sums in a group of their own, fsdp", odd, {"parallel": {"data": APART}} | CYCLES, optimizer=ADAMW),
-    Row("hybrid", odd, {"parallel": {"data": HYBRID}}, ranks=4),
+    Row("sums in a group of their own, fsdp", odd, data(APART) | CYCLES, optimizer=ADAMW),
+    *(
+        Row(f"some ranks use it, {name}", branches, data(kind) | TWICE, optimizer=sgd, updates=3, accumulated=True)
+        for name, kind in {"one bucket": {}, "buckets": TINY, "zero1": {"strategy": "zero1", **TINY}}.items()
+    ),
+    Row("channels last, zero1", images, data({"strategy": "zero1", "bucket_mb": 1e-3}), 3, sgd),
+    Row("hybrid", odd, data(HYBRID), ranks=4),
 )
 def test_trains_as_one_process(row):
     row.prove()
 
 
 @pytest.mark.on_cpu("offloaded shards need a backend for the host, too")
-@rows(Row("odd", odd, {"parallel": {"data": OFFLOADED}} | CYCLES, optimizer=ADAMW))
+@rows(Row("odd", odd, data({"strategy": "fsdp", "cpu_offload": True}) | CYCLES, optimizer=ADAMW))
 def test_parts_in_host_memory(row):
     row.prove()
 

@@ -11,15 +11,15 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.support.proofs import Row, TeamWork, rows
+from tests.support.proofs import Row, rows
 
 pytestmark = pytest.mark.distributed
 
 WORDS = 12
 
 
-def tensor(plan: Any, sequence: bool = False, size: int = 2, **config: Any) -> dict[str, Any]:
-    return {"parallel": {"tensor": {"size": size, "plan": plan, "sequence_parallel": sequence}}, **config}
+def tensor(plan: Any, sequence: bool = False, size: int = 2) -> dict[str, Any]:
+    return {"parallel": {"tensor": {"size": size, "plan": plan, "sequence_parallel": sequence}}}
 
 
 def floats(make: Any, *shape: int, **options: Any) -> Any:
@@ -33,8 +33,8 @@ def words(make: Any, **options: Any) -> Any:
 # -- layers ------------------------------------------------------------------------------------------------------------
 
 
-def mlp(bias: bool = True, frozen: str = "") -> nn.Module:
-    linear = [nn.Linear(4, 6, bias), nn.Linear(6, 8, bias), nn.Linear(8, 6, bias)]
+def mlp(frozen: str = "") -> nn.Module:
+    linear = [nn.Linear(4, 6), nn.Linear(6, 8), nn.Linear(8, 6)]
     for layer in linear[1:] if frozen else ():
         getattr(layer, frozen).requires_grad_(False)
     return nn.Sequential(linear[0], nn.GELU(), linear[1], nn.Tanh(), linear[2])
@@ -107,22 +107,6 @@ class Projections(nn.Module):
 PROJECTIONS = {"[qkv]": "colwise", "out": "rowwise"}
 
 
-class Prelu(nn.Module):
-    """Divided features go through one weight that every rank has."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(WORDS, 4)
-        self.up, self.act, self.down = nn.Linear(4, 8), nn.PReLU(init=0.3), nn.Linear(8, 4)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.words(ids)
-        return x + self.down(self.act(self.up(x)))
-
-
-PRELU = {"up": "colwise", "down": "rowwise", "act": "partial"}
-
-
 # -- sequences ---------------------------------------------------------------------------------------------------------
 
 
@@ -161,10 +145,10 @@ class Attention(nn.Module):
     """Heads that are counted, three projections in one weight, a norm over each head; takes a mask by name, and returns
     the weights of its heads, too."""
 
-    def __init__(self, bias: bool = True) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.num_heads, self.fast = 4, True
-        self.qkv, self.q_norm, self.proj = nn.Linear(8, 24, bias), nn.LayerNorm(2), Renamed(8, 8, bias)
+        self.qkv, self.q_norm, self.proj = nn.Linear(8, 24), nn.LayerNorm(2), Renamed(8, 8)
 
     def forward(self, x: torch.Tensor, *, mask: torch.Tensor) -> Any:
         q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, 2)).permute(2, 0, 3, 1, 4)
@@ -201,14 +185,11 @@ class OfTorch(nn.Module):
         return torch.cat([part.flatten() for part in self.attention(**given) if part is not None])
 
 
-def attend(batched: bool = True, bias: bool = True, first: bool = True, masks: Any = None, **options: Any) -> Any:
-    """`masks`: a shape, of which random floats are, or what is passed."""
-    model = OfTorch(bias=bias, batch_first=first)
-    shapes = [((N, n, E) if first else (n, N, E)) if batched else (n, E) for n in (L, S, S)]
-    given = dict(zip(("query", "key", "value"), map(torch.randn, shapes), strict=True))
-    for name, mask in (masks or {}).items():
-        options[name] = torch.randn(mask) if isinstance(mask, tuple) else mask
-    return model, [{**given, **options}] * 2
+def attend(bias: bool = True, first: bool = True, heads_mask: bool = False, **options: Any) -> Any:
+    shapes = [(N, n, E) if first else (n, N, E) for n in (L, S, S)]
+    given = dict(zip(("query", "key", "value"), map(torch.randn, shapes), strict=True)) | options
+    given |= {"attn_mask": torch.randn(N * HEADS, L, S)} if heads_mask else {}
+    return OfTorch(bias=bias, batch_first=first), [given] * 2
 
 
 def padding(keys: int) -> torch.Tensor:
@@ -220,52 +201,24 @@ def padding(keys: int) -> torch.Tensor:
 CAUSAL = torch.ones(L, S, dtype=torch.bool).triu(1)
 MASKS = {
     "plain": attend,
-    "bool mask": partial(attend, masks={"attn_mask": BOOLS}, need_weights=False),
-    "float masks of heads": partial(attend, masks={"attn_mask": (N * HEADS, L, S)}, average_attn_weights=False),
-    "both": partial(attend, first=False, masks={"attn_mask": BOOLS, "key_padding_mask": padding(S)}),
-    "causal": partial(attend, bias=False, masks={"attn_mask": CAUSAL}, is_causal=True, need_weights=False),
+    "float masks of heads": partial(attend, heads_mask=True, average_attn_weights=False),
+    "both": partial(attend, first=False, attn_mask=BOOLS, key_padding_mask=padding(S)),
+    "causal": partial(attend, bias=False, attn_mask=CAUSAL, is_causal=True, need_weights=False),
 }
 
 
-class Layers(nn.Module):
-    """torch's encoder, decoder or both."""
-
-    def __init__(self, kind: str, **options: Any) -> None:
-        super().__init__()
-        if kind == "both":
-            self.inner = nn.Transformer(E, HEADS, 2, 1, 12, 0.0, **options)
-        else:
-            layer = getattr(nn, f"Transformer{kind}Layer")(E, HEADS, 12, 0.0, **options)
-            self.inner = getattr(nn, f"Transformer{kind}")(layer, 2)
-
-    def forward(self, **given: Any) -> torch.Tensor:
-        return self.inner(**given)
-
-
-def layers(kind: str, given: dict[str, Any], **options: Any) -> Any:
-    first = {"src": torch.randn(N, L, E)} if kind != "Decoder" else {"memory": torch.randn(N, S, E)}
-    more = {} if kind == "Encoder" else {"tgt": torch.randn(N, L, E)}
-    return Layers(kind, batch_first=True, **options), [{**first, **more, **given}] * 2
+def layers(kind: str, shapes: dict[str, Any], **given: Any) -> Any:
+    """torch's encoder or decoder, in a module whose plan is found."""
+    layer = getattr(nn, f"Transformer{kind}Layer")(E, HEADS, 12, 0.0, batch_first=True, norm_first=kind == "Encoder")
+    batch = {name: torch.randn(N, length, E) for name, length in shapes.items()} | given
+    return getattr(nn, f"Transformer{kind}")(layer, 2), [batch] * 2
 
 
 MASK = torch.ones(L, L).triu(1).mul(-1e9).double()
 KINDS = {
-    "encoder, causal": partial(layers, "Encoder", {"mask": MASK, "is_causal": True}, norm_first=True),
-    "decoder": partial(layers, "Decoder", {"tgt_mask": MASK, "memory_key_padding_mask": padding(S)}),
+    "encoder, causal": partial(layers, "Encoder", {"src": L}, mask=MASK, is_causal=True),
+    "decoder": partial(layers, "Decoder", {"memory": S, "tgt": L}, tgt_mask=MASK, memory_key_padding_mask=padding(S)),
 }
-
-
-class Gated(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(4, 16), nn.Linear(8, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        value, gate = self.up(x).chunk(2, -1)
-        return self.down(value * F.silu(gate))
-
-
-NAIVE = {"fp16": {"mode": "naive"}, "gradient_accumulation": 2}
 
 
 @rows(
@@ -273,12 +226,10 @@ NAIVE = {"fp16": {"mode": "naive"}, "gradient_accumulation": 2}
     Row("gathered and split", partial(floats, mlp, 2, 3, 4), tensor(GATHERED)),
     Row("frozen weights", partial(floats, mlp, 3, 4, frozen="weight"), tensor(MLP)),
     Row("frozen biases", partial(floats, mlp, 3, 4, frozen="bias"), tensor(MLP)),
-    Row("two blocks in a layer", partial(floats, Gated, 3, 4), tensor({"up": "fused_colwise(2)", "down": "rowwise"})),
     Row("which are recomputed", partial(floats, Projections, 3, 4, reentrant=False), tensor(PROJECTIONS)),
     Row("words, tied", partial(words, Language, padding_idx=5), tensor(VOCAB, size=3), 3),
     Row("sharded logits", labelled, tensor(SHARDED_LOGITS)),
     Row("sharded logits, not tied", partial(labelled, tied=False, bias=True), tensor(SHARDED_LOGITS)),
-    Row("partial", partial(words, Prelu), tensor(PRELU, **NAIVE), 4, work=TeamWork),
     Row("sequences", partial(floats, sequences, 2, 6, 4), tensor(SEQUENCE, True)),
     Row("sequences, recomputed", partial(floats, sequences, 2, 6, 4, again=True), tensor(SEQUENCE, True)),
     Row("keys of all heads, whose gradients are parts of the whole", partial(words, Sinks), tensor(SINKS)),
