@@ -1,7 +1,5 @@
 """Sequences that are divided over context ranks: models, masks and losses train as in one process."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What the engine does around a layout: accumulation, reductions of losses, activations that are not kept."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

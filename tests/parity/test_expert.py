@@ -1,7 +1,5 @@
 """Experts that data ranks divide among them train as in one process."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

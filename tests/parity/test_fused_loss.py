@@ -1,7 +1,5 @@
 """`halfmesh.nn.linear_cross_entropy` in a model's forward: every layout trains as one process without chunks does."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

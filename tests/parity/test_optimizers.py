@@ -1,8 +1,6 @@
 """Optimizers under layouts that shard what they step: one, several for a model, one over another, and those that need
 whole matrices."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Pipelines: what stages hold, what crosses from stage to stage, arguments of all kinds, gradients that are computed
 apart, and how losses are joined."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """Data ranks: parameters of every shape, weights that are shared, and layers that all ranks use, some or none."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Layers that are divided over tensor ranks, by each style and in each shape of a model, train as one process's."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Models of timm, transformers and torchvision, divided by halfmesh's own plans, train as one process's."""
 
-from __future__ import annotations
-
 import warnings
 from functools import partial
 from typing import Any
