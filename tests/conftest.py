@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -40,6 +41,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=f"{ranks_on()}: {on_cpu.args[0]}"))
         if item.get_closest_marker("sends") and (obstacle := find_obstacle(1, sends=True)):
             item.add_marker(pytest.mark.skip(reason=obstacle))
+
+
+def pytest_collection_finish() -> None:
+    """What was imported and collected is not searched for garbage again, which tests and engines ask for often."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
