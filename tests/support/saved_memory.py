@@ -20,9 +20,8 @@ class _Made(TorchDispatchMode):
         super().__init__()
         self.storages = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
         given = {storage._cdata for storage in _storages((args, kwargs))}
         for storage in _storages(result):
             if storage._cdata not in given:
