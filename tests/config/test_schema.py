@@ -65,7 +65,7 @@ MISTAKES = [
     ({"parallel": {"pipeline": {"partition": 3}}}, "partition: expected a string or a tuple, got 3"),
     ({"parallel": {"pipeline": {"non_split": ["a", 3]}}}, "pipeline.non_split: expected a string, got 3"),
     ({"name": "a b"}, "name: 'a b': String should match pattern '^[\\w.-]+$'"),
-    ({"parallel": {"tensor": {"plan": "autp"}}}, "parallel.tensor.plan: 'autp' is not one of 'auto', 'timm_attention'"),
+    ({"parallel": {"tensor": {"plan": "autp"}}}, "tensor.plan: 'autp' is not one of 'auto', 'torch_attention'"),
     ({"parallel": {"data": "zero2"}}, "'zero2' is not one of 'replicate', 'zero1', 'fsdp'; did you mean 'zero1'?"),
     ({"checkpoint": True}, "checkpoint: True is not a folder; write 'checkpoints' (to recompute activations: "),
     ({"compile": {4: 4}}, "compile.4: Keys should be strings"),

@@ -182,9 +182,6 @@ def test_the_fault_of_one_rank_is_told_by_all_with_its_rank():
     }
 
 
-# -- without a loss scale ----------------------------------------------------------------------------------------------
-
-
 def run_into_nan(config, first=5, is_bad=lambda context: True):
     """The loss of one batch of update `first` is nan, on the ranks of which `is_bad`. Returns the update that raised,
     its error, and by update what was warned of."""
