@@ -1,97 +1,205 @@
-"""Mode APEX through the engine: O2's BatchNorm rule, losses over ranks, and curves of training."""
+"""Mode APEX against a hand-written reading of apex: curves of training, several losses with one verdict for the step;
+its BatchNorm rule, and its keys."""
 
+import itertools
 import math
 from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
+from torch import nn, optim
+from torch.nn import functional as F
 
-import halfmesh
-from halfmesh.amp.apex_amp import OPT_LEVELS, ApexAMP
+from halfmesh.amp import stepper
+from halfmesh.amp.apex_amp import ApexAMP
 from halfmesh.amp.recipe import FP32, LossScale, Recipe
 from halfmesh.config.load import load_config
 from halfmesh.errors import ConfigError
 from tests.amp.apex_runs import (
+    CLASSES,
+    FEATURES,
     LEVELS,
     NETS,
-    Apex,
-    BatchNormMLP,
     assert_same,
+    linear,
     make_batches,
     make_optimizer,
     make_pair,
     train,
 )
-from tests.support.models import make_data, make_engine, sgd
-from tests.support.ranks import here, run_ranks
+from tests.support.models import make_engine
 
 HALF, FULL = torch.float16, torch.float32
+HUGE = 1e38  # times the loss scale it is inf, in any precision
+MILD = 1e4  # gradients overflow in half precision only, and not all of them
 
 
 def apex(opt_level, **keys):
     return {"fp16": {"mode": "apex", "opt_level": opt_level, **keys}}
 
 
-class Norms(nn.Module):
-    """Every kind of normalisation that apex's rule tells apart."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv = nn.Conv1d(4, 4, 1)
-        self.affine = nn.BatchNorm1d(4)
-        self.plain = nn.BatchNorm1d(4, affine=False)
-        self.sync = nn.SyncBatchNorm(4)
-        self.instance = nn.InstanceNorm1d(4, affine=True)
-        self.layer = nn.LayerNorm(6)
-        self.register_buffer("offset", torch.full((6,), 0.1))
-
-
-STAYS = {f"{norm}.{name}" for norm in ("affine", "sync") for name in ("weight", "bias", "running_mean", "running_var")}
+@pytest.mark.parametrize(("optimizer", "loss_scale"), [("sgd", None), ("adam", "dynamic"), ("sgd", 128.0)])
+@pytest.mark.parametrize("net", NETS)
+@pytest.mark.parametrize("opt_level", LEVELS)
+def test_training_curve(opt_level, net, optimizer, loss_scale, monkeypatch):
+    """With a dynamic scale, two overflows: in some fp16 gradients, and in all gradients of any precision."""
+    if net == "mlp":  # updates in parts, of parameters with and without masters
+        monkeypatch.setattr(stepper, "bucket_bytes", lambda *_: 200)
+    engine, reference = make_pair(NETS[net](), make_optimizer(optimizer), opt_level, loss_scale=loss_scale)
+    dynamic, batches = reference.scalers[0].dynamic, make_batches(8)
+    factors = ({6: HUGE} | ({} if opt_level == "O0" else {3: MILD})) if dynamic else {}
+    expected, curve = train(reference, batches, factors), train(engine, batches, factors)
+    assert (curve.scales, curve.skipped) == (expected.scales, expected.skipped)
+    torch.testing.assert_close(curve.losses, expected.losses, rtol=1e-6, atol=0, equal_nan=True)
+    assert_same(engine, reference)
+    assert all(curve.skipped[step] for step in factors)
+    assert any(curve.skipped) == dynamic
 
 
 @pytest.mark.parametrize(
-    ("config", "stays"),
-    [(apex("O2"), STAYS), (apex("O3", keep_batchnorm_fp32=True), STAYS), (apex("O3"), set())],
-    ids=["O2", "O3 but them", "O3"],
+    ("config", "norms"),
+    [(apex("O2"), ("affine", "sync")), (apex("O3", keep_batchnorm_fp32=True), ("affine", "sync")), (apex("O3"), ())],
 )
-def test_batchnorm_rule(config, stays):
+def test_batchnorm_rule(config, norms):
     """BatchNorm with weights stays in fp32, statistics included; without weights it is cast, as are other norms."""
-    model = Norms()
-    engine = make_engine(config, model=model, criterion=None)
-    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
-    dtypes = {name: tensor.dtype for name, tensor in tensors.items() if tensor.is_floating_point()}
-    assert dtypes == {name: FULL if name in stays else HALF for name in dtypes}
-    stepped = list(engine.master_params())
-    if "O2" in str(config):  # what is fp32 already is stepped itself
-        assert {p.dtype for p in stepped} == {FULL}
-        itself = {name for name, p in model.named_parameters() if any(p is each for each in stepped)}
-        assert itself == {name for name in stays if "running" not in name}
-    else:
-        assert all(p is own for p, own in zip(stepped, model.parameters(), strict=True))
+    kept = {"affine": nn.BatchNorm1d(4), "sync": nn.SyncBatchNorm(4)}
+    cast = {"plain": nn.BatchNorm1d(4, affine=False), "instance": nn.InstanceNorm1d(4, affine=True)}
+    model = nn.ModuleDict({**kept, **cast, "layer": nn.LayerNorm(6)})
+    make_engine(config, model=model, criterion=None)
+    tensors = dict([*model.named_parameters(), *model.named_buffers()])
+    stays = {f"{norm}.{name}" for norm in norms for name in ("weight", "bias", "running_mean", "running_var")}
+    assert {name for name, tensor in tensors.items() if tensor.dtype == FULL} == stays
 
 
-def one_step(fp16):
-    """Output, gradients as backward leaves them, and weights after a clipped step, with a scale of 128."""
-    [(x, _)] = make_batches(1)
-    engine = make_engine({"fp16": fp16, "clip_grad_norm": 1.0}, model=BatchNormMLP(), criterion=None)
-    output = engine(x)
-    with engine.autocast():
-        loss = output.square().sum()
-    engine.backward(loss)
-    grads = {name: param.grad.float() / 128 for name, param in engine.model.named_parameters()}
-    assert engine.step().loss_scale == 128
-    return output.detach(), grads, {name: value.clone() for name, value in engine.state_dict()["model"].items()}
+# -- several losses, models and groups: each loss has its own scale, and one verdict is the step's --------------------
+
+SCALES = (2.0**10, 2.0**13)  # unlike each other: taking the wrong one cannot go unseen
+WEIGHTS = {"fp16": "first.weight", "fp32": "norm.weight"}  # in O2 the second one stays in fp32
 
 
-def test_naive_is_o2_without_fp32_batchnorm_and_torch_is_close_to_o1():
-    """Tolerances are those by which Colossal-AI compared its own modes."""
-    naive = one_step({"mode": "naive", "loss_scale": 128.0})
-    o2 = one_step(apex("O2", keep_batchnorm_fp32=False, loss_scale=128.0)["fp16"])
-    torch.testing.assert_close(naive, o2, rtol=0, atol=0)  # the same path: not a bit is different
-    torch_amp, o1 = one_step({"mode": "torch", "init_scale": 128.0}), one_step(apex("O1", loss_scale=128.0)["fp16"])
-    assert torch_amp[0].dtype == o1[0].dtype == HALF
-    torch.testing.assert_close(torch_amp, o1, rtol=1e-3, atol=1e-3)
+class Part(nn.Module):
+    def __init__(self, seed):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first = nn.Linear(FEATURES, 8, bias=False)
+        self.norm = nn.BatchNorm1d(8)
+        self.last = nn.Linear(8, CLASSES)
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.norm(self.first(x))))
+
+    def patched(self, x):
+        return linear(self.last, torch.tanh(self.norm(linear(self.first, x))))
+
+
+class Parts(nn.Module):
+    """Two models, each with a loss of its own, and a third one that both losses use."""
+
+    def __init__(self):
+        super().__init__()
+        self.m0, self.m1, self.both = Part(0), Part(1), Part(2)
+
+    def forward(self, x):
+        return self.m0(x) + self.both(x), self.m1(x) + self.both(x)
+
+    def patched(self, x):
+        return self.m0.patched(x) + self.both.patched(x), self.m1.patched(x) + self.both.patched(x)
+
+
+def in_groups(model):
+    """As many groups as models, with rates of their own."""
+    groups = [{"params": list(part.parameters()), "lr": 0.1 / 2**i} for i, part in enumerate(model.children())]
+    return optim.SGD(groups, momentum=0.5)
+
+
+def make_runs(model, optimizer, opt_level, scales):
+    """An engine and the reference, with dynamic scales that are already somewhere."""
+    engine, reference = make_pair(model, optimizer, opt_level, loss_scale="dynamic", num_losses=len(scales))
+    state = engine.state_dict()
+    for saved, scaler, scale in zip(state["update"]["scalers"], reference.scalers, scales, strict=True):
+        saved["scale"] = scaler.scale = scale
+    engine.load_state_dict(state)
+    assert engine.loss_scales == reference.loss_scales
+    return engine, reference
+
+
+def with_inf(grad):
+    grad = grad.clone()
+    grad.view(-1)[0] = math.inf
+    return grad
+
+
+def run_losses(run, loss_ids, bad):
+    """One backward for each of two losses, and a step. For each step whether it was skipped, and the scales. `bad`:
+    (step, loss, weight): inf in one element of one gradient, of one backward of one step."""
+    history = []
+    for step, (x, y) in enumerate(make_batches(3)):
+        for which, output in enumerate(run(x)):
+            loss = F.cross_entropy(output.float(), y) * (1.0, 3.0)[which]
+            hooks = []
+            if bad is not None and bad[:2] == (step, which):
+                part = (run.model.m0, run.model.m1)[which]
+                hooks = [part.get_parameter(WEIGHTS[bad[2]]).register_hook(with_inf)]
+            run.backward(loss, loss_id=loss_ids[which])
+            for hook in hooks:
+                hook.remove()
+        result = run.step()
+        history.append((getattr(result, "skipped", result), run.loss_scales))
+    return history
+
+
+@pytest.mark.promise(
+    "APEX's levels and overrides", "apex's property table, without apex", of="Colossal-AI", page="migration/apex.md"
+)
+@pytest.mark.parametrize("num_losses", [1, 2])
+@pytest.mark.parametrize("opt_level", LEVELS)
+def test_two_losses_one_optimizer(opt_level, num_losses):
+    """inf in either backward of either of the first two of three steps: one is skipped, and two are made."""
+    loss_ids = (0, num_losses - 1)
+    for bad in (None, *itertools.product((0, 1), (0, 1), WEIGHTS)):
+        engine, reference = make_runs(Parts(), in_groups, opt_level, SCALES[:num_losses])
+        history = run_losses(engine, loss_ids, bad)
+        assert history == run_losses(reference, loss_ids, bad), bad
+        assert_same(engine, reference)
+        assert [was for was, _ in history] == [bad is not None and step == bad[0] for step in range(3)]
+        lowered = {loss_ids[bad[1]]} if bad else set()
+        assert history[-1][1] == tuple(SCALES[i] / (2 if i in lowered else 1) for i in range(num_losses))
+
+
+class Weight(nn.Module):
+    """One number: its gradients are what the input says, to the last bit in any precision."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([2.0]))
+
+    def forward(self, x):
+        return x * self.weight
+
+
+@pytest.mark.parametrize("scales", [(16.0,), (16.0, 2.0**14)])
+@pytest.mark.parametrize("opt_level", ["O1", "O2"])
+def test_gradients_are_added_up_in_fp32(opt_level, scales):
+    """1024 + 1/16 is no fp16 number. With scales of its own each loss is unscaled before it is added to the other."""
+    engine, _ = make_runs(Weight(), lambda m: optim.SGD(m.parameters(), lr=1.0), opt_level, scales)
+    seen = []
+    [param] = engine.optimizer.param_groups[0]["params"]
+    engine.optimizer.register_step_pre_hook(lambda *_: seen.append(param.grad.item()))
+    for loss_id, slope in ((0, 1024.0), (len(scales) - 1, 0.0625)):
+        engine.backward(engine(torch.tensor([slope])).sum(), loss_id=loss_id)
+    assert not engine.step().skipped
+    assert seen == [1024.0625]
+
+
+def test_a_loss_without_backward_keeps_its_scale():
+    """Nor does the step count for its growth."""
+    engine, reference = make_runs(Weight(), lambda m: optim.SGD(m.parameters(), lr=1e-3), "O2", SCALES)
+    for loss_id, slope in ((0, 1.0), (1, 1.0), (0, 1e38), (0, 1.0), (1, math.nan)):
+        for run in (engine, reference):
+            run.backward(run(torch.ones(1)).sum() * slope, loss_id=loss_id)
+            run.step()
+        saved = engine.state_dict()["update"]["scalers"]
+        assert [(s["scale"], s["growth_tracker"]) for s in saved] == [(s.scale, s.unskipped) for s in reference.scalers]
 
 
 def test_a_sum_that_overflows_is_every_losses_fault():
@@ -103,126 +211,45 @@ def test_a_sum_that_overflows_is_every_losses_fault():
     assert engine.loss_scales == (1.0, 1.0)
 
 
-def losses_on_ranks(rank, world_size):
-    """Two losses of 16 samples, divided among the ranks; in the second update one overflows on the last rank alone."""
-    config = apex("O2", loss_scale="dynamic", num_losses=2, max_loss_scale=64.0) | {"clip_grad_norm": 0.7}
-    engine = make_engine(config, criterion=None, optimizer=sgd)
-    x, y = (part[rank::world_size] for part in here(make_data(16)))
-    seen = []
-    for update in range(3):
-        out = engine(x).float()
-        first, second = nn.functional.cross_entropy(out, y), out.square().mean()
-        engine.backward(first, loss_id=0, retain_graph=True)
-        engine.backward(second * (math.inf if update == 1 and rank == world_size - 1 else 1.0), loss_id=1)
-        seen.append((engine.step().skipped, engine.loss_scales))
-    weights = engine.state_dict()["model"]
-    engine.close()
-    return seen, weights
-
-
-@pytest.mark.distributed
-def test_losses_over_data_ranks():
-    seen, alone = losses_on_ranks(0, 1)
-    assert seen == [(False, (64.0, 64.0)), (True, (64.0, 32.0)), (False, (64.0, 32.0))]
-    for found, weights in run_ranks(losses_on_ranks, 2):
-        assert found == seen
-        torch.testing.assert_close(dict(weights), dict(alone), rtol=0, atol=4e-4)
-
-
-# -- against a hand-written reading of apex ------------------------------------------------------------------------
-
-HUGE = 1e38  # times the loss scale it is inf, in any precision
-MILD = 1e4  # gradients overflow in half precision only, and not all of them
-UNFUSED = {"fused": False}  # torch's fused optimizers round in another order than its plain ones
-
-
-def compare(
-    engine: halfmesh.Engine, reference: Apex, factors: dict[int, float] | None = None, steps: int = 8
-) -> list[bool]:
-    """The same steps with both. Returns which of them were skipped."""
-    batches = make_batches(steps)
-    expected, curve = train(reference, batches, factors), train(engine, batches, factors)
-    assert (curve.scales, curve.skipped) == (expected.scales, expected.skipped)
-    torch.testing.assert_close(curve.losses, expected.losses, rtol=1e-6, atol=0, equal_nan=True)
-    assert_same(engine, reference)
-    return curve.skipped
-
-
-@pytest.mark.parametrize(("optimizer", "loss_scale"), [("sgd", None), ("adam", "dynamic"), ("sgd", 128.0)])
-@pytest.mark.parametrize("net", NETS)
-@pytest.mark.parametrize("opt_level", LEVELS)
-def test_training_curve(opt_level, net, optimizer, loss_scale):
-    """With a dynamic scale, two overflows: in some fp16 gradients, and in all gradients of any precision."""
-    engine, reference = make_pair(NETS[net](), make_optimizer(optimizer), opt_level, UNFUSED, loss_scale=loss_scale)
-    dynamic = reference.scalers[0].dynamic
-    factors = ({6: HUGE} | ({} if opt_level == "O0" else {3: MILD})) if dynamic else {}
-    skipped = compare(engine, reference, factors)
-    assert all(skipped[step] for step in factors)
-    assert any(skipped) == dynamic
-
-
-# -- the keys: O0 to O3's property table, overrides, contradictions, and recipes -------------------------------------
+# -- keys ------------------------------------------------------------------------------------------------------------
 
 DYNAMIC = LossScale(2.0**16, True, 2.0, 0.5, 2000, 1, 0.0, 2.0**24, verbose=True)
 O1 = Recipe(HALF, autocast=True, cast_lists="apex", loss_scale=DYNAMIC)
 O2 = Recipe(HALF, HALF, False, True, DYNAMIC, FULL, keep_batchnorm_fp32=True, wide_gradients=True)
-O3 = Recipe(HALF, HALF, output_dtype=FULL)
+STATIC, BOUNDED = LossScale(128.0, dynamic=False, skips=False), LossScale(2.0**10, min_scale=2.0, max_scale=2.0**10)
 
 
-def options_of(**keys):
+def options_of(keys):
     return load_config({"fp16": {"mode": "apex", **keys}}).precision.options
 
 
-def recipe_of(**keys):
-    return ApexAMP.recipe(options_of(**keys), HALF)
-
-
-@pytest.mark.promise(
-    "APEX's levels and overrides", "apex's property table, without apex", of="Colossal-AI", page="migration/apex.md"
-)
-def test_the_property_table_is_apexs():
-    table = {level: tuple(vars(properties).values()) for level, properties in OPT_LEVELS.items()}
-    assert table == {
-        "O0": ("float32", False, False, False, 1.0),
-        "O1": (None, True, False, False, "dynamic"),
-        "O2": ("float16", False, True, True, "dynamic"),
-        "O3": ("float16", False, False, False, 1.0),
-    }
-
-
 @pytest.mark.parametrize(
-    ("level", "keys", "recipe"),
+    ("keys", "recipe"),
     [
-        ("O0", {}, Recipe(param_dtype=FULL, output_dtype=FULL)),
-        ("O1", {}, O1),
-        ("O2", {}, O2),
-        ("O3", {}, O3),
-        ("O0", {"loss_scale": "dynamic"}, Recipe(FULL, FULL, loss_scale=DYNAMIC, output_dtype=FULL)),
-        ("O1", {"patch_torch_functions": False}, Recipe(loss_scale=DYNAMIC)),
-        ("O1", {"cast_model_type": torch.float32}, replace(O1, param_dtype=FULL, output_dtype=FULL)),
+        ({}, O1),
+        ({"opt_level": "O0", "loss_scale": "dynamic"}, Recipe(FULL, FULL, loss_scale=DYNAMIC, output_dtype=FULL)),
+        ({"patch_torch_functions": False}, Recipe(loss_scale=DYNAMIC)),
+        ({"cast_model_type": torch.float32}, replace(O1, param_dtype=FULL, output_dtype=FULL)),
         (
-            "O2",
-            {"keep_batchnorm_fp32": "False", "loss_scale": "128.0"},
-            replace(O2, keep_batchnorm_fp32=False, loss_scale=LossScale(128.0, dynamic=False, skips=False)),
+            {"opt_level": "O2", "keep_batchnorm_fp32": "False", "loss_scale": "128.0"},
+            replace(O2, keep_batchnorm_fp32=False, loss_scale=STATIC),
         ),
-        ("O2", {"cast_model_type": "float32"}, Recipe(FULL, FULL, False, False, DYNAMIC, FULL)),
-        ("O2", {"enabled": False, "loss_scale": 128.0, "num_losses": 2}, replace(FP32, num_losses=2)),
+        ({"opt_level": "O2", "cast_model_type": "float32"}, Recipe(FULL, FULL, False, False, DYNAMIC, FULL)),
+        ({"enabled": False, "loss_scale": 128.0, "num_losses": 2}, replace(FP32, num_losses=2)),
+        (
+            {"min_loss_scale": 2.0, "max_loss_scale": 2.0**10, "verbosity": 0},
+            replace(O1, loss_scale=replace(BOUNDED, growth_interval=2000)),
+        ),
     ],
     ids=str,
 )
-def test_recipes(level, keys, recipe):
-    assert recipe_of(opt_level=level, **keys) == recipe
-
-
-def test_dynamic_scale_keys():
-    scale = recipe_of(min_loss_scale=2.0, max_loss_scale=2.0**10, verbosity=0).loss_scale
-    assert scale == LossScale(2.0**10, growth_interval=2000, min_scale=2.0, max_scale=2.0**10)
+def test_recipes(keys, recipe):
+    assert ApexAMP.recipe(options_of(keys), HALF) == recipe
 
 
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"opt_level": "01"}, "fp16.opt_level: expected 'O0', 'O1', 'O2' or 'O3', got '01'"),
         ({"master_weights": True}, "fp16: master_weights=True with opt_level='O1', which keeps weights in float32"),
         ({"opt_level": "O2", "patch_torch_functions": True}, "only opt_level='O1' patches functions"),
         ({"opt_level": "O2", "cast_model_type": torch.bfloat16}, "fp16.cast_model_type: apex has no bf16; use bf16"),
@@ -234,5 +261,5 @@ def test_dynamic_scale_keys():
 )
 def test_mistakes(keys, message):
     with pytest.raises(ConfigError) as error:
-        options_of(**keys)
+        options_of(keys)
     assert message in str(error.value)

@@ -1,10 +1,6 @@
-"""backend="apex": what is rejected, what is called, and that it trains as backend="native" does.
+"""backend="apex": what is rejected, and that it trains as backend="native" does: against a stand-in for apex.amp that
+follows apex's rules, and against the real one, where there is one."""
 
-Most of it runs against a stand-in for apex.amp, written from its rules, for any device; the last test needs the real
-one.
-"""
-
-import copy
 import math
 import sys
 from types import ModuleType, SimpleNamespace
@@ -20,18 +16,9 @@ from halfmesh.amp.apex_amp import ApexOptions
 from halfmesh.amp.apex_backend import ApexPrecision
 from halfmesh.amp.recipe import FP32
 from halfmesh.errors import IncompatibleConfigError
-from tests.amp.apex_runs import (
-    PROPERTIES,
-    BatchNormMLP,
-    cast_floats,
-    cast_model,
-    make_batches,
-    make_optimizer,
-    train,
-)
+from tests.amp.apex_runs import PROPERTIES, BatchNormMLP, cast_floats, cast_model, make_batches, make_optimizer, train
 
 CUDA = torch.device("cuda")
-BATCHES = make_batches(12)
 OVERFLOWS = {2: 1e9, 5: math.inf, 6: math.nan}
 
 
@@ -86,11 +73,10 @@ def amp(monkeypatch):
     return amp
 
 
-def make_engine(level, backend="apex", model=None, optimizer=None, config=None, device="cpu", **keys):
-    model = BatchNormMLP() if model is None else model
-    optimizer = optimizer or make_optimizer("sgd")(model)
+def make_engine(level, backend, model, optimizer, device="cpu", **keys):
     fp16 = {"mode": "apex", "opt_level": level, "backend": backend, **keys}
-    return halfmesh.initialize(model, optimizer, F.cross_entropy, None, {"fp16": fp16} | (config or {}), device=device)
+    config = {"fp16": fp16, "gradient_accumulation": 2, "clip_grad_norm": 100.0}
+    return halfmesh.initialize(model, optimizer, F.cross_entropy, None, config, device=device)
 
 
 def problem_on(device):
@@ -109,8 +95,32 @@ def test_a_cpu_is_rejected_before_anything_is_changed(amp, monkeypatch):
     monkeypatch.setattr(apex_backend, "DEVICES", frozenset({"cuda"}))
     model = BatchNormMLP()
     with pytest.raises(IncompatibleConfigError, match="takes CUDA tensors only, and the device is cpu; train on a GPU"):
-        make_engine("O2", model=model)
+        make_engine("O2", "apex", model, make_optimizer("sgd")(model))
     assert all(param.dtype == torch.float32 for param in model.parameters())
+
+
+def train_both(level, device="cpu", optimizer="sgd", scale=None):
+    """Curves with overflows, accumulation, clipping and a parameter that the optimizer gets later; and all weights."""
+    found, overflows = [], OVERFLOWS if level in ("O1", "O2") else {}
+    batches = [(x.to(device), y.to(device)) for x, y in make_batches(12)]
+    for backend in ("apex", "native"):
+        model = BatchNormMLP()
+        held = make_optimizer(optimizer)(model)
+        late = held.param_groups[0]["params"].pop()
+        engine = make_engine(level, backend, model, held, device, loss_scale=scale)
+        first = train(engine, batches[:8], overflows)
+        held.add_param_group({"params": [late]})
+        curves = first, train(engine, batches[8:])
+        weights = {name: value.clone() for name, value in engine.state_dict()["model"].items()}
+        engine.close()
+        assert all(p.dtype == torch.float32 for p in model.parameters())
+        assert not any(module._state_dict_hooks for module in model.modules())
+        found.append((curves, [weights, model.state_dict()]))
+    (mine, my_weights), (theirs, their_weights) = found
+    for curve, other in zip(mine, theirs, strict=True):
+        assert (curve.scales, curve.skipped) == (other.scales, other.skipped)
+    assert any(mine[0].skipped) == bool(overflows)
+    return [curve.losses for curve in mine], my_weights, [curve.losses for curve in theirs], their_weights
 
 
 @pytest.mark.parametrize(
@@ -118,29 +128,9 @@ def test_a_cpu_is_rejected_before_anything_is_changed(amp, monkeypatch):
     [("O0", "sgd", 128.0), ("O1", "adam", None), ("O2", "sgd", None), ("O3", "sgd", None)],
 )
 def test_training(amp, level, optimizer, scale):
-    """Overflows, accumulation, clipping and parameters that the optimizer gets later, bit for bit."""
-
-    def run(backend):
-        model = BatchNormMLP()
-        held = make_optimizer(optimizer)(model)
-        late = held.param_groups[0]["params"].pop()
-        config = {"gradient_accumulation": 2, "clip_grad_norm": 100.0}
-        engine = make_engine(level, backend, model, held, config, loss_scale=scale)
-        first = train(engine, BATCHES[:8], OVERFLOWS if level in ("O1", "O2") else {})
-        held.add_param_group({"params": [late]})
-        second = train(engine, BATCHES[8:])
-        weights = {name: value.clone() for name, value in engine.state_dict()["model"].items()}
-        engine.close()
-        assert all(p.dtype == torch.float32 for p in model.parameters())
-        assert not any(module._state_dict_hooks for module in model.modules())
-        return first, second, weights, model.state_dict()
-
-    (*mine, my_weights, my_model), (*theirs, their_weights, their_model) = run("apex"), run("native")
-    for curve, other in zip(mine, theirs, strict=True):
-        assert (curve.scales, curve.skipped) == (other.scales, other.skipped)
-        torch.testing.assert_close(curve.losses, other.losses, rtol=0, atol=0, equal_nan=True)
-    assert any(mine[0].skipped) == (level in ("O1", "O2"))
-    torch.testing.assert_close([my_weights, my_model], [their_weights, their_model], rtol=0, atol=0)
+    """Bit for bit."""
+    *mine, losses, weights = train_both(level, "cpu", optimizer, scale)
+    torch.testing.assert_close(mine, [losses, weights], rtol=0, atol=0, equal_nan=True)
 
 
 REAL = torch.cuda.is_available() and problem_on(CUDA) is None
@@ -150,15 +140,5 @@ REAL = torch.cuda.is_available() and problem_on(CUDA) is None
 @pytest.mark.skipif(not REAL, reason="needs NVIDIA apex with apex.amp (tag 25.05 or earlier) and a CUDA device")
 @pytest.mark.parametrize("level", PROPERTIES)
 def test_the_real_apex(level):
-    batches = [(x.cuda(), y.cuda()) for x, y in BATCHES]
-
-    def run(backend):
-        engine = make_engine(level, backend, config={"clip_grad_norm": 1.0}, device=CUDA)
-        curve = train(engine, batches, OVERFLOWS if level in ("O1", "O2") else {})
-        state = copy.deepcopy(engine.state_dict())
-        engine.close()
-        return curve.scales, curve.skipped, state["update"]["scalers"], state["model"]
-
-    (*mine, my_weights), (*theirs, their_weights) = run("apex"), run("native")
-    assert mine == theirs
+    _, my_weights, _, their_weights = train_both(level, CUDA)
     torch.testing.assert_close(my_weights, their_weights, rtol=1e-4, atol=1e-5)

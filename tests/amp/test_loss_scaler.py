@@ -13,7 +13,7 @@ from halfmesh.amp.recipe import LossScale
 CPU = torch.device("cpu")
 
 
-def model_of_the_rule(options: LossScale, overflows: list[bool]) -> list[float]:
+def model_of_the_rule(options, overflows):
     """The rule in plain Python: the scale after each update."""
     scale, good, left, history = options.initial, 0, options.hysteresis, []
     for overflow in overflows:
@@ -30,7 +30,7 @@ def model_of_the_rule(options: LossScale, overflows: list[bool]) -> list[float]:
     return history
 
 
-def run(scaler: LossScaler, overflows: list[bool]) -> list[float]:
+def run(scaler, overflows):
     history = []
     for overflow in overflows:
         scaler.update(torch.tensor(float(overflow)))
@@ -42,17 +42,9 @@ def run(scaler: LossScaler, overflows: list[bool]) -> list[float]:
 def test_moves_as_the_rule_says():
     draw = random.Random(0)
     for _ in range(60):
-        growth_factor, backoff_factor = draw.choice([(2.0, 0.5), (4.0, 0.25), (2.0, 0.125)])
-        options = LossScale(
-            initial=1024.0,
-            growth_factor=growth_factor,
-            backoff_factor=backoff_factor,
-            growth_interval=draw.randint(1, 6),
-            hysteresis=draw.randint(1, 4),
-            min_scale=draw.choice([0.0, 1.0, 64.0]),
-            max_scale=draw.choice([1024.0, 4096.0, 2.0**40]),
-        )
-        share = draw.random()
+        factors, counts = draw.choice([(2.0, 0.5), (4.0, 0.25), (2.0, 0.125)]), (draw.randint(1, 6), draw.randint(1, 4))
+        bounds = draw.choice([0.0, 1.0, 64.0]), draw.choice([1024.0, 4096.0, 2.0**40])
+        options, share = LossScale(1024.0, True, *factors, *counts, *bounds), draw.random()
         overflows = [draw.random() < share for _ in range(40)]
         assert run(LossScaler(options, CPU), overflows) == model_of_the_rule(options, overflows), (options, overflows)
 
@@ -78,10 +70,8 @@ def test_same_rule_as_torch_with_hysteresis_1(start, growth, backoff, interval):
         theirs.update()
         scaler.update(torch.tensor(float(overflows)))
         state = scaler.state_dict()
-        assert (state["scale"], state["growth_tracker"]) == (
-            max(theirs.get_scale(), 2.0**-126),
-            theirs._get_growth_tracker(),
-        )
+        expected = max(theirs.get_scale(), 2.0**-126), theirs._get_growth_tracker()
+        assert (state["scale"], state["growth_tracker"]) == expected
 
 
 def test_the_bounds_are_those_of_the_config_that_loads():

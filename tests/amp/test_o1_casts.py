@@ -14,38 +14,22 @@ from halfmesh.amp.o1 import CastTable, float_function, half_function, o1_scope, 
 from halfmesh.errors import InputError
 
 HALF, FULL, BF16 = torch.float16, torch.float32, torch.bfloat16
-OFF = functools.partial(torch.autocast, "cpu", enabled=False)
-ON = functools.partial(torch.autocast, "cpu", enabled=True)
+OFF, ON = (functools.partial(torch.autocast, "cpu", enabled=enabled) for enabled in (False, True))
 
 
 def scope(table=None):
     return o1_scope(table or CastTable(), "cpu")
 
 
-def ones(*shape, dtype=HALF):
-    return torch.ones(*shape, dtype=dtype)
-
-
-def rules():
-    """Which rules hold: "o1", torch's own for fp16 or bf16, or none."""
-    x = torch.eye(2)
-    by_dtypes = {(HALF, FULL): "o1", (HALF, HALF): "fp16", (BF16, HALF): "bf16", (FULL, HALF): "none"}
-    return by_dtypes[(x @ x).dtype, x.half().sum().dtype]
-
-
-# -- what is seen: unlisted functions and what is inside them --------------------------------------------------
-
 FOLLOW = None
 UNLISTED = {
     "relu": (F.relu, FOLLOW),
-    "mean": (torch.mean, FOLLOW),
     "method softmax": (lambda x: x.softmax(-1), FOLLOW),
     "batch_norm": (lambda x: F.batch_norm(x, torch.ones(4), torch.ones(4)), FOLLOW),
     "gumbel_softmax": (lambda x: F.gumbel_softmax(x, hard=True), FULL),
     "gaussian_nll": (lambda x: F.gaussian_nll_loss(x, x, x.abs()), FULL),
     "method norm": (lambda x: x.norm(dim=1), FULL),
     "rmatmul": (lambda x: torch.Tensor.__rmatmul__(x, x), HALF),
-    "rdiv": (lambda x: 1 / x, FULL),
 }
 
 
@@ -60,7 +44,11 @@ def test_unlisted_functions_follow_their_input_and_python_functions_are_seen_thr
             assert x.grad.dtype == dtype, name
 
 
-# -- nesting ---------------------------------------------------------------------------------------------------
+def rules():
+    """Which rules hold: "o1", torch's own for fp16 or bf16, or none."""
+    x = torch.eye(2)
+    by_dtypes = {(HALF, FULL): "o1", (HALF, HALF): "fp16", (BF16, HALF): "bf16", (FULL, HALF): "none"}
+    return by_dtypes[(x @ x).dtype, x.half().sum().dtype]
 
 
 def test_autocast_switches_the_casts_off_and_on():
@@ -81,9 +69,6 @@ def test_autocast_switches_the_casts_off_and_on():
     assert rules() == "none"
 
 
-# -- what a model can add --------------------------------------------------------------------------------------
-
-
 def dtype_of(table, function, *args):
     with scope(table):
         return function(*args).dtype
@@ -98,11 +83,9 @@ def test_registered_functions():
         assert torch.ops.aten.sigmoid(h).dtype == HALF, "another function"
     table.register_half_function(torch, "einsum")
     table.register_promote_function(torch, "lerp")
-    table.register_float_function(F, "scaled_dot_product_attention")
     table.register_float_function(torch.ops.aten, "sigmoid")
     assert dtype_of(table, torch.einsum, "ij,jk", f, f) == HALF
     assert dtype_of(table, torch.lerp, h, f, 0.5) == FULL
-    assert dtype_of(table, F.scaled_dot_product_attention, h[None], f[None], f[None]) == FULL
     assert dtype_of(table, torch.ops.aten.sigmoid, h) == FULL
     assert dtype_of(table, torch.ops.aten.sigmoid.default, h) == FULL
     assert dtype_of(CastTable(), torch.sigmoid, h) == HALF, "in one table only"
@@ -135,7 +118,7 @@ def as_widest(x, y):
 
 
 def test_decorators_cast_what_the_function_is_called_with_in_a_scope_only():
-    h, f = ones(1), torch.ones(1)
+    h, f = torch.ones(1, dtype=HALF), torch.ones(1)
     with scope():
         values = as_half(f, [f, torch.arange(2), "word"], out=f)
         assert [getattr(v, "dtype", v) for v in values] == [HALF, HALF, torch.int64, "word", HALF]
@@ -146,9 +129,6 @@ def test_decorators_cast_what_the_function_is_called_with_in_a_scope_only():
             assert as_half(f)[0] is f
     assert (as_half(f)[0] is f, as_float(h) is h, as_widest(h, f)) == (True, True, (h, f))
     assert (as_float.__name__, as_float.__doc__) == ("as_float", "Its own words.")
-
-
-# -- a weight is cast once per scope, and anew after each change ------------------------------------------------------
 
 
 class CountCasts(TorchDispatchMode):
@@ -183,10 +163,8 @@ def test_a_weight_is_cast_once_and_activations_each_time():
 
 
 EDITS = {
-    "in place": lambda m: m.weight.add_(1),
     "data": lambda m: m.weight.data.add_(1),
     "new data": lambda m: setattr(m.weight, "data", m.weight.data + 1),
-    "detach": lambda m: m.weight.detach().add_(1),
     "load_state_dict": lambda m: m.load_state_dict({"weight": m.weight + 1}),
     "new parameter": lambda m: setattr(m, "weight", nn.Parameter(m.weight + 1)),
     "foreach": lambda m: torch._foreach_add_([m.weight], 1),

@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from halfmesh.amp.o1 import O1_LISTS, Cast, CastTable, o1_scope
 
-HALF, FULL, DOUBLE, BF16 = torch.float16, torch.float32, torch.float64, torch.bfloat16
+HALF, FULL, BF16 = torch.float16, torch.float32, torch.bfloat16
 PLACES = (torch, F, torch.Tensor)
 INDEX, SIGNS = torch.tensor([0, 1]), torch.tensor([1.0, -1.0])
 
@@ -107,18 +107,16 @@ class Maker:
     def __init__(self, *dtypes, requires_grad=True):
         self.dtypes, self.requires_grad, self.made = dtypes, requires_grad, []
 
-    def __call__(self, *shape):
-        dtype = self.dtypes[len(self.made) % len(self.dtypes)]
+    def __call__(self, args):
+        """The arguments of a call above."""
+        if isinstance(args, list):
+            return [self(arg) for arg in args]
+        if not isinstance(args, str) or not re.fullmatch(r"\d+(x\d+)*", args):
+            return args
+        shape, dtype = [*map(int, args.split("x"))], self.dtypes[len(self.made) % len(self.dtypes)]
         values = torch.arange(math.prod(shape)).reshape(shape).sin() / 4 + 0.5
         self.made.append(values.to(dtype).requires_grad_(self.requires_grad))
         return self.made[-1]
-
-    def all(self, args):
-        """The arguments of a call above."""
-        if isinstance(args, list):
-            return [self.all(arg) for arg in args]
-        is_shape = isinstance(args, str) and re.fullmatch(r"\d+(x\d+)*", args)
-        return self(*map(int, args.split("x"))) if is_shape else args
 
 
 class Reports(TorchFunctionMode):
@@ -133,26 +131,9 @@ class Reports(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def scope():
-    return o1_scope(CastTable(), "cpu")
-
-
 def make_recurrent(name, *args, **options):
     kind = {"nonlinearity": name.split("_")[1]} if name.startswith("rnn") else {}
     return (RECURRENT | CELLS)[name](*args, **kind, **options)
-
-
-def check(function, args, make, dtype, label):
-    """The output of `function` under O1 has `dtype`, and each leaf gets a gradient of its own dtype."""
-    with scope():
-        output = function(*args)
-    if not isinstance(output, torch.Tensor) or not output.is_floating_point():
-        return
-    assert output.dtype == dtype, label
-    output.float().sum().backward()
-    used = [leaf for leaf in make.made if leaf.grad is not None]
-    assert used, label
-    assert all(leaf.grad.dtype == leaf.dtype and leaf.grad.isfinite().all() for leaf in used), label
 
 
 def test_every_listed_function_is_covered_here_and_reported_by_torch_as_itself():
@@ -166,7 +147,7 @@ def test_every_listed_function_is_covered_here_and_reported_by_torch_as_itself()
     for cast in Cast:
         for function, name, args in listed(cast):
             covered.add(function)
-            given = Maker(FULL, requires_grad=False).all(args)
+            given = Maker(FULL, requires_grad=False)(args)
             with Reports() as reports:
                 function(*given)
             assert reports.functions[0] is function, name
@@ -178,17 +159,25 @@ def test_listed_functions_give_the_dtype_of_their_list(cast):
     assert {name for _, name, _ in listed(cast)} == CALLS[cast].keys(), "none has left its list"
     for function, name, args in listed(cast):
         for dtypes, expected in OUTPUTS[cast].items():
-            make = Maker(*dtypes)
-            check(function, make.all(args), make, expected, (name, dtypes))
+            make, label = Maker(*dtypes), (name, dtypes)
+            with o1_scope(CastTable(), "cpu"):
+                output = function(*make(args))
+            if not isinstance(output, torch.Tensor) or not output.is_floating_point():
+                continue
+            assert output.dtype == expected, label
+            output.float().sum().backward()
+            used = [leaf for leaf in make.made if leaf.grad is not None]
+            assert used, label
+            assert all(leaf.grad.dtype == leaf.dtype and leaf.grad.isfinite().all() for leaf in used), label
 
 
 def test_in_place_functions_match_what_they_change():
     for function, name, args in listed(Cast.SELF):
         for dtypes in ((HALF,), (HALF, FULL), (FULL,), (FULL, HALF)):
             make, label = Maker(*dtypes), (name, dtypes)
-            leaf, *others = make.all(args)
+            leaf, *others = make(args)
             changed = leaf.clone()
-            with scope():
+            with o1_scope(CastTable(), "cpu"):
                 assert function(changed, *others) is changed, label
             assert changed.dtype == dtypes[0], label
             if name not in ("eq_", "ge_", "gt_", "le_", "lt_", "ne_"):
@@ -198,10 +187,10 @@ def test_in_place_functions_match_what_they_change():
 
 def test_in_place_floats_are_rejected_on_half_and_work_on_float():
     for function, name, args in listed(Cast.NOT_HALF):
-        half = Maker(HALF, requires_grad=False).all(args)
-        full = Maker(FULL, HALF, requires_grad=False).all(args)
+        half = Maker(HALF, requires_grad=False)(args)
+        full = Maker(FULL, HALF, requires_grad=False)(args)
         expected = function(full[0].clone(), *full[1:])
-        with scope():
+        with o1_scope(CastTable(), "cpu"):
             with pytest.raises(NotImplementedError, match=r"in place.*use the out-of-place form"):
                 function(*half)
             assert function(*full) is full[0], name
@@ -210,7 +199,7 @@ def test_in_place_floats_are_rejected_on_half_and_work_on_float():
 
 def test_binary_cross_entropy_is_rejected_on_half():
     half, full = (torch.full((2,), 0.5, dtype=dtype) for dtype in (HALF, FULL))
-    with scope():
+    with o1_scope(CastTable(), "cpu"):
         for args in [(half, full), (full, half)]:
             with pytest.raises(NotImplementedError, match="use binary_cross_entropy_with_logits"):
                 nn.BCELoss()(*args)
@@ -221,8 +210,8 @@ def test_binary_cross_entropy_is_rejected_on_half():
 @pytest.mark.parametrize("name", [*RECURRENT, *CELLS])
 def test_recurrent_modules_are_half(name):
     for dtype in (HALF, FULL):
-        module, x = make_recurrent(name, 3, 2), Maker(dtype)(2, 3)
-        with scope():
+        module, x = make_recurrent(name, 3, 2), Maker(dtype)("2x3")
+        with o1_scope(CastTable(), "cpu"):
             output = module(x)[0]
         assert output.dtype == HALF
         output.float().sum().backward()

@@ -1,4 +1,4 @@
-"""What is the user's own around an optimizer of torch: its `step`, hooks, schedulers, and its state."""
+"""What is the user's own around an optimizer of torch: its `step`, hooks, schedulers, groups and state; and masters."""
 
 import math
 
@@ -7,20 +7,26 @@ import torch
 from torch import nn, optim
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from halfmesh.amp.convert import convert
+from halfmesh.amp.precision import Precision
 from halfmesh.amp.recipe import FP32, Recipe
+from halfmesh.amp.split_masters import join_, split_
+from halfmesh.utils.param_shard import ParamShard
 from tests.support.updates import (
     DYNAMIC,
     OPTIMIZERS,
     assert_close,
     by_hand,
     give,
+    gradients,
+    held,
     make_params,
     make_update,
     scale_of,
     take,
 )
 
-SCALED = Recipe(loss_scale=DYNAMIC)
+SCALED, MASTERED = Recipe(loss_scale=DYNAMIC), Recipe(torch.float16, torch.float16, False, True, DYNAMIC)
 
 
 @pytest.mark.parametrize("everywhere", [False, True], ids=["its own", "of all optimizers"])
@@ -59,22 +65,13 @@ def test_state_that_others_change_is_what_the_next_update_uses(change):
     assert_close(train("auto"), train(False))
 
 
-# -- fused where that is exact, and the user's choice otherwise -------------------------------------------------------
-
-
 @pytest.mark.parametrize("choice", ["auto", False])
 def test_fused_leaves_the_users_choice(choice):
-    chosen = {}
-    for name in ("adamw", "sgd_momentum", "adam_foreach", "sgd_dampening", "rmsprop"):
+    fused, plain = ((True, False) if choice == "auto" else (None, None)), (None, None)
+    expected = {"adamw": fused, "sgd_momentum": fused, "sgd_dampening": plain, "rmsprop": plain}
+    for name, flags in (expected | {"adam_foreach": (None, True)}).items():
         group = make_update(make_params(), OPTIMIZERS[name], fused=choice).optimizer.param_groups[0]
-        chosen[name] = (group.get("fused"), group.get("foreach"))
-    assert chosen == {
-        "adamw": (True, False) if choice == "auto" else (None, None),
-        "sgd_momentum": (True, False) if choice == "auto" else (None, None),
-        "adam_foreach": (None, True),
-        "sgd_dampening": (None, None),
-        "rmsprop": (None, None),
-    }
+        assert (group.get("fused"), group.get("foreach")) == flags, name
 
 
 def test_a_subclass_with_its_own_step_is_not_trusted_with_the_scale():
@@ -120,12 +117,78 @@ def test_parameters_with_gaps_or_a_changed_layout(name):
     assert_close(run(True), run(False))
 
 
-def test_momentum_that_begins_later_survives_a_first_step_that_is_skipped(uninitialised_is_nan):
-    """As under a scheduler that cycles momentum."""
-    params = make_params()
-    update = make_update(params, OPTIMIZERS["sgd"], SCALED)
-    update.optimizer.param_groups[0]["momentum"] = 0.9
-    assert take(update, params, 0, math.inf).skipped
+@pytest.mark.parametrize("master", [False, True])
+def test_several_groups_and_one_added_later(master):
+    """In an order of their own, with a scheduler: as in a loop by hand on the same gradients."""
+    params, reference = make_params(), make_params()
+    groups = lambda p: optim.AdamW([{"params": p[1:2], "lr": 0.1}, {"params": p[:1], "lr": 0.01}])  # noqa: E731
+    update, optimizer = make_update(params, groups, MASTERED if master else SCALED), groups(reference)
+    schedulers = [optim.lr_scheduler.StepLR(each, 1, gamma=0.5) for each in (update.optimizer, optimizer)]
     for step in range(4):
+        if step == 2:
+            for scheduler, its in zip(schedulers, (params, reference), strict=True):
+                scheduler.optimizer.add_param_group({"params": its[2:], "lr": 0.2, "initial_lr": 0.2})
+                scheduler.base_lrs.append(0.2)
+        update.zero_grad()
+        optimizer.zero_grad()
+        scale = scale_of(update)
+        update.follow_groups()
+        update.before_backward()
+        give(params, gradients(step), scale)
+        update.after_backward()
+        give(reference, [(g * scale).to(params[0].dtype).float() / scale for g in gradients(step)])
+        update.step()
+        optimizer.step()
+        for scheduler in schedulers:
+            scheduler.step()
+    first, second, third = held(update)
+    assert_close([second, first], reference[:2])
+    assert_close([third], reference[2:])  # from what it came with, not from what the model held
+
+
+@pytest.mark.promise("schedulers need the inner optimizer, created after sharding")
+@pytest.mark.parametrize("master", [False, True])
+@pytest.mark.parametrize("name", ["sgd_momentum", "adamw"])
+def test_existing_state_is_taken_along(name, master):
+    params, optimizer = by_hand(OPTIMIZERS[name], 3)
+    model = nn.ParameterList(params)
+    recipe = Recipe(torch.bfloat16, torch.bfloat16 if master else None, not master, master)
+    shards = [ParamShard(n, p) for n, p in model.named_parameters()]
+    update = convert(model, optimizer, shards, Precision(recipe, torch.device("cpu")))
+    for step in (3, 4):
         take(update, params, step)
-    assert_close(params, by_hand(lambda params: optim.SGD(params, lr=0.1, momentum=0.9), 4)[0])
+    tolerance = 2e-3 if master else 2e-6  # the gradients are rounded to bf16
+    assert_close(held(update), by_hand(OPTIMIZERS[name], 5)[0], tolerance, tolerance)
+
+
+def test_every_number_comes_back_bit_for_bit():
+    """fp32 of all upper halves, each with the lower ones at the edges, and some of a million others."""
+    low = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
+    bits = ((torch.arange(2**16)[:, None] << 16) + low).flatten()
+    others = torch.randint(2**32, (2**20,), generator=torch.Generator().manual_seed(0))
+    masters = torch.cat([bits, others]).to(torch.int32).view(torch.float32)
+    weights = masters.clone()
+    remainders = split_(weights)
+    held = weights.bfloat16()
+    assert remainders.dtype == torch.int16
+    again = held.float()
+    join_(again, remainders)
+    nans, numbers = masters.isnan(), (masters == 0) | (masters.abs() >= 2**-134)
+    assert torch.equal(again.view(torch.int32)[numbers], masters.view(torch.int32)[numbers])
+    assert (again[nans].isnan() & held[nans].isnan()).all()
+    small = ~numbers & ~nans
+    assert small.any()
+    assert torch.equal(again[small], torch.zeros(()).copysign(masters[small]))
+    # The weights are the nearest ones, as torch rounds; but ties go away from 0.
+    tie = (masters.view(torch.int32) & 0xFFFF) == 0x8000
+    assert torch.equal(held[~tie & ~nans], masters.bfloat16()[~tie & ~nans])
+    away = (masters[tie & ~nans].view(torch.int32) >> 16) + 1
+    assert torch.equal(held[tie & ~nans].view(torch.int16), away.to(torch.int16))
+
+
+def test_a_zero_that_was_written_is_no_nan():
+    """As a mask writes it into a weight: with a negative remainder its bits would be a nan."""
+    weights = torch.tensor([0.0, -0.0, 0.0, 1.0])
+    join_(weights, torch.tensor([-5, -5, 5, -5], dtype=torch.int16))
+    assert weights[:3].tolist() == [0.0, 0.0, 0.0]
+    assert 1 - 2**-20 < float(weights[3]) < 1

@@ -8,9 +8,8 @@ from .fault import CLIPPED, GRADIENT, At, Cell, In, Text, grad
 OPTIMIZER, NORM, SCALER, MASTER, STEPPER = (
     f"amp/{name}.py" for name in ("optimizer", "grad_norm", "loss_scaler", "master_weights", "stepper")
 )
-UPDATES, SCALERS, NORMS, LOSSES, MASTERS, STEPS = (
-    f"tests/amp/test_{name}.py"
-    for name in ("optimizer", "loss_scaler", "grad_norm", "apex_losses", "master_weights", "stepper")
+UPDATES, SCALERS, NORMS, LOSSES, STEPS = (
+    f"tests/amp/test_{name}.py" for name in ("optimizer", "loss_scaler", "grad_norm", "apex", "stepper")
 )
 MOVED = "            if stats is not None:\n                self.loss_scales.update(stats)\n"
 DIVISOR = "        scale, total = self.loss_scales.grad_divisor(divisor)\n        total = None if self"
@@ -157,7 +156,7 @@ WEIGHTS = {
     ),
     "Optimizer state is lost when masters are made": (
         Text("utils/optimizer_state.py", "if other is not param and param in optimizer.state:", "if False:"),
-        f"{MASTERS}::test_existing_state_is_taken_along",
+        f"{STEPS}::test_existing_state_is_taken_along",
     ),
     "The second update has the gradients of the first one, too": (
         Text(
@@ -182,7 +181,7 @@ WEIGHTS = {
     ),
     "Fused SGD with momentum that nobody has filled, so that it is not used": (
         Text(STEPPER, 'and optimizer.state[param].get("momentum_buffer") is None:', "and False:"),
-        f"{STEPS}::test_momentum_that_begins_later_survives_a_first_step_that_is_skipped",
+        f"{UPDATES}::test_momentum_that_begins_later_survives_a_first_step_that_is_skipped",
     ),
     "Fused SGD with dampening": (
         Text(STEPPER, "return not dampened and not", "return not"),
