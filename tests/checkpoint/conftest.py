@@ -1,7 +1,5 @@
 """Signals that a run handles are as before when a test ends."""
 
-from __future__ import annotations
-
 import signal
 
 import pytest

@@ -1,7 +1,5 @@
 """Loops of several shapes over one model, with automatic saves. They return loss and loss scale of each microbatch."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal
@@ -41,13 +39,16 @@ def steps_in(folder):
     return sorted(int(path.name.removeprefix("step-")) for path in Path(folder).glob("step-*"))
 
 
-def loop(engine, when=NOWHERE, lr=None):
-    """Three epochs, with what a loop does after a step and after an epoch."""
+def loop(engine, when=NOWHERE, lr=None, left_after=None):
+    """Three epochs, with what a loop does after a step and after an epoch. The first two may be left with `break`: each
+    is over, and the next one begins by the time it is saved."""
     seen = []
-    for _ in range(engine.dataloader.next_epoch, EPOCHS):
-        for x, y in engine.dataloader:
+    for epoch in range(engine.dataloader.next_epoch, EPOCHS):
+        for number, (x, y) in enumerate(engine.dataloader):
             seen.append(step(engine, x, y))
             when(engine)
+            if epoch < 2 and number == left_after:
+                break
         if lr == "epochs":
             engine.lr_scheduler.step()
     return seen
@@ -80,30 +81,13 @@ def ahead(engine, when=NOWHERE):
     return seen
 
 
-def parts(engine, when=NOWHERE):
-    """An epoch that is left with `break` is over: the next one begins by the time it is saved."""
-    seen = []
-    for epoch in range(engine.dataloader.next_epoch, EPOCHS):
-        for number, (x, y) in enumerate(engine.dataloader):
-            seen.append(step(engine, x, y))
-            when(engine)
-            if epoch < 2 and number == 4:
-                break
-    return seen
-
-
 def at(number, position=1, signum=signal.SIGTERM):
     """Send a signal after step `number`; in a cycle, after its microbatch `position`."""
     calls = []
 
     def send(engine):
-        if engine.global_step == number:
-            calls.append(1)
-            if len(calls) == position:
-                os.kill(os.getpid(), signum)
+        calls.append(engine.global_step)
+        if calls[-1] == number and calls.count(number) == position:
+            os.kill(os.getpid(), signum)
 
     return send
-
-
-def halved(optimizer):
-    return torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.7)

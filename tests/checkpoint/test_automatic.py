@@ -1,12 +1,9 @@
-"""The config key checkpoint, in one process: when it is saved, and what ends a run.
-
-Several ranks, and signals from outside, are in tests/faults/.
-"""
-
-from __future__ import annotations
+"""The config key checkpoint, in one process: when it is saved, and what ends a run: a signal, a call, Ctrl-C. Several
+ranks, and signals from outside, are in tests/faults/."""
 
 import contextlib
 import gc
+import json
 import multiprocessing
 import os
 import signal
@@ -15,25 +12,24 @@ import time
 
 import pytest
 
-from halfmesh.errors import InputError, Preempted
+import halfmesh
+from halfmesh.checkpoint import preemption
+from halfmesh.errors import InputError, Interrupted, Preempted
 from tests.checkpoint.loops import at, loop, made, step, steps_in, twice
 from tests.support.checkpoint_runs import Gate
 
 
 def test_every_so_many_steps(tmp_path, monkeypatch):
-    engine, there = made(tmp_path, every=5), {}
-    gate = Gate(monkeypatch)  # saves in the background wait for it
+    engine, gate = made(tmp_path, every=5), Gate(monkeypatch)  # saves in the background wait for it
 
     def look(engine):
-        there[engine.global_step] = steps_in(tmp_path) if engine.global_step in (5, 7) else None
         if engine.global_step == 7:
+            assert steps_in(tmp_path) == []
             gate.open.set()
 
     loop(engine, look)
-    assert (there[5], there[7]) == ([], [])
     engine.close()
     assert steps_in(tmp_path) == [25, 30, 35]
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_every_where_boundaries_do_not_meet_it(tmp_path, caplog):
@@ -67,7 +63,7 @@ def test_the_save_at_the_end_waits_for_the_one_before_and_is_made_if_that_failed
 
     def send(engine):
         if engine.global_step == 7:
-            os.kill(os.getpid(), signal.SIGTERM)
+            engine.preempt()
             threading.Timer(0.2, gate.open.set).start()
 
     with pytest.raises(Preempted):
@@ -75,37 +71,12 @@ def test_the_save_at_the_end_waits_for_the_one_before_and_is_made_if_that_failed
     assert steps_in(tmp_path) == ([5, 7] if error is None else [7])
 
 
-def test_told_to_end_by_a_call(tmp_path):
-    with pytest.raises(Preempted):
-        loop(made(tmp_path), lambda engine: engine.preempt() if engine.global_step == 3 else None)
-    assert steps_in(tmp_path) == [3]
-    with pytest.raises(InputError, match=r"engine\.preempt\(\): the config has no folder to save"):
-        made(None).preempt()
-
-
-def test_told_to_end_after_the_last_boundary_it_is_saved_by_close(tmp_path, caplog):
-    """In the evaluation after the last epoch, say."""
-    engine = made(tmp_path)
-    for x, y in engine.dataloader:
-        step(engine, x, y)
-    engine.wait_for_save()
-    os.kill(os.getpid(), signal.SIGTERM)
-    with caplog.at_level("INFO", "halfmesh"):
-        engine.close()
-    assert steps_in(tmp_path) == [12]
-    said = f"stop signal (SIGTERM) after training: saved update 12 in {tmp_path / 'step-00000012'}"
-    assert said in caplog.text
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-
-
 def test_nothing_is_saved_after_an_error(tmp_path):
     """Other ranks may be elsewhere."""
-    step(engine := made(tmp_path, every=1))
-    with pytest.raises(ZeroDivisionError), engine:
-        raise ZeroDivisionError
-    step(engine := made(tmp_path, every=1))
-    with pytest.raises(ZeroDivisionError), contextlib.closing(engine):
-        raise ZeroDivisionError
+    for scope in (lambda engine: engine, contextlib.closing):
+        step(engine := made(tmp_path, every=1))
+        with pytest.raises(ZeroDivisionError), scope(engine):
+            raise ZeroDivisionError
     assert steps_in(tmp_path) == []
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
@@ -117,17 +88,10 @@ def test_a_handler_of_the_users_stays(tmp_path, caplog):
     assert "checkpoint.signals: SIGTERM: it already has a handler" in caplog.text
     with pytest.raises(Preempted):
         loop(engine, at(2))
+    assert steps_in(tmp_path) == [2]
     assert signal.getsignal(signal.SIGTERM) is mine
-
-
-def test_of_several_engines_the_newest_that_is_open_is_told(tmp_path):
-    step(left := made(tmp_path / "left"))
-    older = made(tmp_path / "older")
-    made(tmp_path / "newest").close()
-    left.close()
-    with pytest.raises(Preempted):
-        loop(older, at(3))
-    assert [steps_in(tmp_path / name) for name in ("left", "older", "newest")] == [[], [3], []]
+    with pytest.raises(InputError, match=r"engine\.preempt\(\): the config has no folder to save"):
+        made(None).preempt()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -150,11 +114,91 @@ def linger(started):
 
 
 def test_a_forked_process_ends_as_before(tmp_path):
-    engine, forked = made(tmp_path), multiprocessing.get_context("fork")
-    child = forked.Process(target=linger, args=(started := forked.Event(),))
-    child.start()
-    assert started.wait(20)
-    child.terminate()
-    child.join(20)
-    assert child.exitcode == -signal.SIGTERM
-    engine.close()
+    forked = multiprocessing.get_context("fork")
+    with made(tmp_path):
+        child = forked.Process(target=linger, args=(started := forked.Event(),))
+        child.start()
+        assert started.wait(20)
+        child.terminate()
+        child.join(20)
+        assert child.exitcode == -signal.SIGTERM
+
+
+def session_in(folder):
+    session = json.loads((folder / "config.json").read_text())["sessions"][-1]
+    return session["status"], session["to_step"]
+
+
+def test_ctrl_c_finishes_the_cycle_and_saves(tmp_path, caplog, capfd):
+    engine, run = made(tmp_path / "saves", gradient_accumulation=2), tmp_path / "run"
+    caplog.set_level("INFO", "halfmesh")
+    with pytest.raises(KeyboardInterrupt) as ended, halfmesh.RunFolder(engine, run):
+        loop(engine, at(3, 2, signal.SIGINT))
+    assert isinstance(ended.value, SystemExit)  # so Python prints no traceback
+    assert (ended.value.code, steps_in(tmp_path / "saves")) == (130, [4])
+    place = tmp_path / "saves" / "step-00000004"
+    said = f"interrupted by SIGINT: saved update 4 in {place}; to resume, run it again with resume='auto'"
+    assert caplog.messages[-1] == said
+    assert capfd.readouterr().err.count("press it again to end at once") == 1
+    assert session_in(run) == ("interrupted", 4)
+
+
+@pytest.mark.parametrize("launched", [True, False])
+def test_a_second_ctrl_c_ends_at_once_and_one_that_a_launcher_sends_too_is_none(launched, tmp_path, monkeypatch):
+    monkeypatch.setattr(preemption, "AGAIN_S", 0.2)
+    engine, reached = made(tmp_path), []
+    if launched:
+        monkeypatch.setenv("LOCAL_RANK", "0")
+
+    def thrice(engine):
+        for wait_s in (0, 0.3, 0):
+            os.kill(os.getpid(), signal.SIGINT)
+            reached.append(wait_s)
+            time.sleep(wait_s)
+
+    with pytest.raises(KeyboardInterrupt) as ended:
+        loop(engine, thrice)
+    assert not isinstance(ended.value, Interrupted)
+    assert (len(reached), steps_in(tmp_path)) == (2 if launched else 1, [])
+
+
+class Press(halfmesh.Hook):
+    def after_step(self, trainer, result):
+        if trainer.engine.global_step == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_ctrl_c_ends_fit_with_a_line_and_a_status(saves, tmp_path, caplog):
+    engine = made(tmp_path / "saves" if saves else None)
+    hooks = [Press(), {"type": "run", "directory": tmp_path / "run"}]
+    with caplog.at_level("INFO", "halfmesh"), pytest.raises(KeyboardInterrupt) as ended:
+        halfmesh.Trainer(engine).fit(epochs=2, hooks=hooks)
+    assert (ended.value.code, ended.value.folder is not None) == (130, saves)
+    said = "interrupted by SIGINT: saved update 2 in" if saves else "interrupted after update 2; set the config key ch"
+    assert caplog.messages[-1].startswith(said)
+    assert session_in(tmp_path / "run") == ("interrupted", 2)
+
+
+def test_ctrl_c_without_automatic_saves_and_where_one_types_is_pythons(tmp_path, monkeypatch):
+    engine = made(None)
+    with pytest.raises(KeyboardInterrupt), halfmesh.RunFolder(engine, tmp_path):
+        loop(engine, at(2, signum=signal.SIGINT))
+    assert session_in(tmp_path) == ("interrupted", 2)
+    monkeypatch.setattr("sys.ps1", ">>> ", raising=False)
+    with made(tmp_path / "saves"):
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_signal_is_told_to_all_engines_that_are_open(tmp_path):
+    """Each ends at its next update; one that is closed gives way to the others."""
+    folders = [tmp_path / name for name in ("generator", "discriminator", "closed")]
+    engines = [made(folder) for folder in folders]
+    engines.pop().close()
+    os.kill(os.getpid(), signal.SIGINT)
+    for engine in engines:
+        with pytest.raises(Interrupted):
+            loop(engine)
+        engine.close()
+    assert [steps_in(folder) for folder in folders] == [[1], [1], []]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

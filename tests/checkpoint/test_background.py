@@ -1,7 +1,5 @@
 """engine.save(in_background=True): what is written is the state at the call, errors come with a step, ends wait."""
 
-from __future__ import annotations
-
 import errno
 import threading
 
@@ -10,11 +8,6 @@ import pytest
 from halfmesh.errors import CheckpointError
 from tests.support.checkpoint_runs import Gate, differing, make_engine, train, weights, whole_state
 from tests.support.ranks import run_ranks
-
-
-@pytest.fixture
-def gate(monkeypatch):
-    return Gate(monkeypatch)
 
 
 def made(**options):
@@ -59,8 +52,8 @@ def test_what_is_written_on_two_ranks(tmp_path):
     assert run_ranks(in_cells, 2, cells, str(tmp_path), timeout=100) == [{}, {}]
 
 
-def test_save_load_and_close_wait(tmp_path, gate):
-    engine = made()
+def test_save_load_and_close_wait(tmp_path, monkeypatch):
+    engine, gate = made(), Gate(monkeypatch)
     for number, end in enumerate((engine.save, engine.load, lambda folder: engine.close())):
         gate.open.clear()
         train(engine, 1)
@@ -77,28 +70,20 @@ def test_save_load_and_close_wait(tmp_path, gate):
     assert len(list(tmp_path.glob("step-*"))) == 1
 
 
-def save_that_fails(engine, folder, patch):
-    """Returns when it has failed."""
-    before = set(threading.enumerate())
-    gate = Gate(patch, OSError(errno.ENOSPC, "no room"))
-    engine.save(folder, in_background=True)
+@pytest.mark.parametrize("tells", ["close", "save"])
+def test_an_error_is_logged_at_once_and_comes_with_what_waits(tells, tmp_path, monkeypatch, caplog):
+    engine, before = made(), set(threading.enumerate())
+    train(engine, 1)
+    gate = Gate(monkeypatch, OSError(errno.ENOSPC, "no room"))
+    engine.save(tmp_path, in_background=True)
     threads = set(threading.enumerate()) - before
     gate.open.set()
     for thread in threads:
         thread.join(20)
-
-
-FAILED = r"saving step 1 to .* failed; earlier checkpoints are unchanged: OSError: .*no room"
-
-
-@pytest.mark.parametrize("tells", ["close", "save"])
-def test_an_error_is_logged_at_once_and_comes_with_what_waits(tells, tmp_path, monkeypatch, caplog):
-    engine = made()
-    train(engine, 1)
-    save_that_fails(engine, tmp_path, monkeypatch)
     assert "saving step 1 to" in caplog.text
     train(engine, 1)  # training goes on
-    with pytest.raises(CheckpointError, match=FAILED):
+    failed = r"saving step 1 to .* failed; earlier checkpoints are unchanged: OSError: .*no room"
+    with pytest.raises(CheckpointError, match=failed):
         getattr(engine, tells)(*([tmp_path] if tells == "save" else []))
     assert not list(tmp_path.glob("*step-*"))
     if tells == "close":

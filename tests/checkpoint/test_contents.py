@@ -1,6 +1,4 @@
-"""What a checkpoint holds besides weights: counters, groups and state of optimizers, extra state, constants."""
-
-from __future__ import annotations
+"""What a checkpoint holds besides weights: counters, groups and state of optimizers, extra and attached state."""
 
 import numpy as np
 import pytest
@@ -15,16 +13,16 @@ from tests.support.models import said
 from tests.support.ranks import run_ranks
 
 
-def activation(x):
-    return x
+def halved(optimizer):
+    return optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
 
 
 def test_what_a_checkpoint_lacks_is_told_and_constants_are_saved_as_text(tmp_path, caplog):
     """It was saved without precision, scheduler and loader, on a GPU."""
-    config = {"ACTIVATION": activation, "NESTED": {"a": [{(1, 2): nn.ReLU}]}}
+    config = {"ACTIVATION": halved, "NESTED": {"a": [{(1, 2): nn.ReLU}]}}
     place = halfmesh.initialize(Net(), optim.AdamW, config=config, device="cpu").save(tmp_path)
     saved = read_manifest(place)["config"]
-    assert saved["ACTIVATION"] == "<function activation>"  # without its address
+    assert saved["ACTIVATION"] == "<function halved>"  # without its address
     assert saved["NESTED"] == {"a": [{"(1, 2)": str(nn.ReLU)}]}
     change_manifest(place, device="cuda")
     engine = make_engine("one", "naive", lr_scheduler=lambda optimizer: optim.lr_scheduler.StepLR(optimizer, 1))
@@ -64,9 +62,6 @@ def test_extra_state_and_counters(tmp_path):
     assert (other.model.seen, other.skipped_steps, other.global_step) == (7, 1, 3)
 
 
-# -- state of optimizers ---------------------------------------------------------------------------------------------
-
-
 class Keeps(optim.SGD):
     """Keeps `entries` as state of each parameter, `own` as state of none."""
 
@@ -91,65 +86,16 @@ def test_state_of_no_parameter_is_rejected(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def quantised():
-    """State of torchao, of a size that it would leave unquantised."""
-    subclass = pytest.importorskip("torchao.optim.subclass_8bit")
-
-    def make(param):
-        state = subclass.OptimState8bit.zeros(param.shape, signed=True, block_size=param.shape[-1])
-        state.codes.copy_(torch.arange(state.codes.numel()).view(state.codes.shape) % 256)
-        state.scale.fill_(0.5)
-        return state
-
-    return {"exp_avg": lambda param: make(param) if param.dim() > 1 else torch.zeros_like(param)}
-
-
-def state_of_parts(rank, world_size, folder):
-    """What is said of lists and numbers of divided parameters, and the full state dict of quantised state of stages,
-    which is saved."""
-    words = []
-    for make in (lambda param: [param], lambda param: np.float32(3)):
-        engine = make_engine("tp2", "none", optimizer=lambda params, make=make: Keeps(params, {"kept": make}))
-        train(engine, 1)
-        words.append(said(engine.save, f"{folder}/parts"))
-    entries = quantised()
-    engine = make_engine("pp2", "none", optimizer=lambda params: Keeps(params, entries))
-    train(engine, 1)
-    engine.save(f"{folder}/stages")
-    state = engine.full_state_dict(optimizer=True, rank0_only=False)["optimizer"]["state"]
-    engine.close()
-    return words, [state[name]["exp_avg"].codes.flatten()[:3].tolist() for name in ("first.weight", "head.weight")]
-
-
-@pytest.mark.distributed
-@pytest.mark.sends
-def test_state_of_divided_parameters_and_quantised_state_of_stages(tmp_path):
-    quantised()  # imports the class
-    for (of_list, of_number), codes in run_ranks(state_of_parts, 2, str(tmp_path)):
-        assert "Keeps keeps a list as state 'kept' of up.weight, a shard; use an optimizer whose state" in of_list
-        assert of_number == "nothing"
-        assert codes == [[0, 1, 2]] * 2
-    other = make_small(optimizer=Keeps)
-    other.load(tmp_path / "stages")
-    loaded = other.optimizer.state[other.model.head.weight]["exp_avg"]
-    expected = quantised()["exp_avg"](other.model.head.weight)
-    assert type(loaded) is type(expected)
-    assert (loaded.signed, loaded.block_size, loaded.dtype) == (True, 16, torch.float32)
-    assert all(torch.equal(getattr(loaded, key), getattr(expected, key)) for key in ("codes", "scale", "qmap"))
-
-
 def test_numbers_and_arrays_of_numpy_come_back_as_they_were(tmp_path):
     """A Python float in place of a np.float32 would change what is computed with it. And lists, and other shapes."""
     entries = {"decay": lambda param: np.float32(0.9), "past": lambda param: [param + 1]}
     entries["rows"] = lambda param: param.flatten(1).sum(1) if param.dim() > 1 else param
+    waves = lambda optimizer: optim.lr_scheduler.LambdaLR(optimizer, lambda step: np.cos(step / 9))  # noqa: E731
 
     def make(seed, rate, layer, seen):
         group = {"lr": np.float32(rate), "weight_decay": np.float64(0.1), "layer": layer}
-        engine = make_small(
-            optimizer=lambda params: Keeps([{"params": params, **group}], entries),
-            seed=seed,
-            lr_scheduler=lambda optimizer: optim.lr_scheduler.LambdaLR(optimizer, lambda step: np.cos(step / 9)),
-        )
+        optimizer = lambda params: Keeps([{"params": params, **group}], entries)  # noqa: E731
+        engine = make_small(optimizer=optimizer, seed=seed, lr_scheduler=waves)
         engine.attach("seen", seen)
         return engine
 
@@ -168,31 +114,21 @@ def test_numbers_and_arrays_of_numpy_come_back_as_they_were(tmp_path):
     assert torch.equal(ours["rows"], theirs["rows"])
 
 
-# -- groups ----------------------------------------------------------------------------------------------------------
-
-
-def in_groups(*order):
-    """AdamW, with the first and the other parameters in groups of this order."""
-
-    def build(params):
-        groups = [{"params": params[:2], "lr": 0.1}, {"params": params[2:], "lr": 0.001}]
-        return optim.AdamW([groups[number] for number in order])
-
-    return build
-
-
-def halved(optimizer):
-    return optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-
-
 def test_groups_in_another_order(tmp_path):
     """Settings come back by names; a scheduler knows groups by their number."""
-    engine = make_small(optimizer=in_groups(0, 1), lr_scheduler=halved)
+
+    def in_groups(params):
+        return optim.AdamW([{"params": params[:2], "lr": 0.1}, {"params": params[2:], "lr": 0.001}])
+
+    def swapped(params):
+        return optim.AdamW([{"params": params[2:], "lr": 0.001}, {"params": params[:2], "lr": 0.1}])
+
+    engine = make_small(optimizer=in_groups, lr_scheduler=halved)
     train(engine, 2)
     engine.save(tmp_path)
     with pytest.raises(InputError, match=r"are here in the order 1, 0: lr_scheduler would swap the rates; build"):
-        make_small(optimizer=in_groups(1, 0), lr_scheduler=halved).load(tmp_path)
-    (alone := make_small(optimizer=in_groups(1, 0))).load(tmp_path)
+        make_small(optimizer=swapped, lr_scheduler=halved).load(tmp_path)
+    (alone := make_small(optimizer=swapped)).load(tmp_path)
     rates, saved = ([group["lr"] for group in each.optimizer.param_groups] for each in (alone, engine))
     assert rates == saved[::-1]
 
@@ -220,3 +156,76 @@ def test_another_model_or_optimizer_is_rejected_and_nothing_changes(tmp_path):
         make_small(optimizer=lambda p: optim.AdamW([{"params": p[:2]}, {"params": p[2:4]}], lr=0.1)).load(tmp_path)
     with pytest.raises(InputError, match=r"with the lr_scheduler torch.*LambdaLR, but this is .*StepLR"):
         make_small(lr_scheduler=halved).load(tmp_path)
+
+
+class Count:
+    def __init__(self, value=0):
+        self.value = value
+
+    def state_dict(self):
+        return {"value": self.value}
+
+    def load_state_dict(self, state):
+        self.value = state["value"]
+
+
+def test_attached_state_goes_with_checkpoints_even_if_nobody_takes_it(tmp_path):
+    engine, count, best = make_small(), Count(7), {"accuracy": 0.5}
+    engine.attach("count", count)
+    engine.attach("best", best)
+    engine.save(tmp_path / "a")
+    state = engine.state_dict()
+    for load in (lambda: engine.load(tmp_path / "a"), lambda: engine.load_state_dict(state)):
+        count.value, best["accuracy"] = 8, 0.6
+        load()
+        assert (count.value, best) == (7, {"accuracy": 0.5})  # a dict is updated in place
+    between = make_small()
+    between.load(tmp_path / "a")
+    between.save(tmp_path / "b")
+    last, late = make_small(), Count()
+    last.load(tmp_path / "b")
+    last.attach("count", late)
+    assert late.value == 7
+    last.detach("count")
+    late.value = 8  # its own again
+    last.attach("count", kept := Count())
+    assert kept.value == 7
+    last.detach("count", keep=False)
+    last.attach("count", fresh := Count())
+    assert fresh.value == 0
+
+
+def test_attached_state_that_cannot_be_saved_or_found_is_rejected(tmp_path):
+    engine = make_small()
+    engine.attach("odd", Count(nn.Linear(1, 1)))
+    with pytest.raises(InputError, match=r"attach\('odd', ...\): the name is taken"):
+        engine.attach("odd", Count())
+    with pytest.raises(InputError, match=r"torch.nn.modules.linear.Linear in the state of .*, attached: loading it"):
+        engine.save(tmp_path)
+
+
+def over_ranks(rank, world_size, folder):
+    """Attached state that was loaded in the layout that saved it, and in another; and what is said of lists and numbers
+    as state of sharded parameters."""
+    engine, count = make_engine("dp2", "none"), Count(rank + 5)
+    engine.attach("count", count)
+    engine.save(folder)
+    count.value, words = 0, []
+    engine.load(folder)
+    engine.close()
+    with make_engine("tp2", "none") as other:
+        other.load(folder)
+        other.attach("count", there := Count())
+    for make in (lambda param: [param], lambda param: np.float32(3)):
+        with make_engine("tp2", "none", optimizer=lambda params, make=make: Keeps(params, {"kept": make})) as engine:
+            train(engine, 1)
+            words.append(said(engine.save, f"{folder}/parts"))
+    return count.value, there.value, *words
+
+
+@pytest.mark.distributed
+def test_each_rank_gets_its_own_attached_state_back_and_in_another_layout_that_of_rank_0(tmp_path):
+    """And lists as state of shards are rejected."""
+    for rank, (own, there, of_list, of_number) in enumerate(run_ranks(over_ranks, 2, str(tmp_path))):
+        assert (own, there, of_number) == (5 + rank, 5, "nothing")
+        assert "Keeps keeps a list as state 'kept' of up.weight, a shard; use an optimizer whose state" in of_list

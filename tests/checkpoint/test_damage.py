@@ -1,7 +1,5 @@
 """Checkpoints that are damaged, changed, or of something else are rejected by name, and nothing of the run changes."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -13,8 +11,6 @@ import torch
 
 from halfmesh.errors import CheckpointError, InputError
 from tests.support.checkpoint_runs import change_manifest, differing, make_small, train, weights
-
-FILES = ["manifest.json", ".metadata", "__0_0.distcp", "common.pt", "rank-00000.pt"]
 
 
 @pytest.fixture
@@ -30,22 +26,18 @@ def saved(tmp_path):
 
 def test_a_newest_checkpoint_that_is_damaged_is_passed_over_with_a_warning(saved, caplog):
     folder, states = saved
-    path = folder / "step-00000002" / "__0_0.distcp"
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
+    (folder / "step-00000002" / "__0_0.distcp").write_bytes(b"")
     engine = make_small(seed=5)
     assert engine.load(folder).name == "step-00000001"
     assert differing(weights(engine), states[0]) == []
     assert "step-00000001, because newer checkpoints are damaged:" in caplog.text
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", ["manifest.json", ".metadata", "__0_0.distcp", "common.pt", "rank-00000.pt"])
 def test_any_damage_of_any_file_is_rejected_and_changes_nothing(saved, name):
     """Cut off, and with bits that are flipped."""
-    place, chance = saved[0] / "step-00000002", random.Random(3)
-    content, engine = (place / name).read_bytes(), make_small(seed=3)
-    before = weights(engine)
+    place, chance, engine = saved[0] / "step-00000002", random.Random(3), make_small(seed=3)
+    content, before = (place / name).read_bytes(), weights(engine)
     changed = bytearray(content)
     changed[chance.randrange(len(changed))] ^= 1 << chance.randrange(8)
     for damaged in (changed, content[: chance.randrange(len(content))]):

@@ -1,12 +1,12 @@
-"""engine.save: a checkpoint is complete or not there, what was saved before stays, and only older ones are removed."""
-
-from __future__ import annotations
+"""engine.save: a checkpoint is complete or not there, what was saved before stays, only older ones are removed, and a
+second job in the folder is rejected."""
 
 import errno
 import os
 import resource
 import shutil
 import signal
+import socket
 import sys
 from pathlib import Path
 
@@ -34,8 +34,7 @@ def killed_while_saving(rank, world_size, folder, moment):
     train(engine, 1)
     uses = []
 
-    def watch(event, args):
-        # What is removed is named within its folder.
+    def watch(event, args):  # what is removed is named within its folder
         if event == "os.remove" or (event in FILE_EVENTS and str(folder) in os.fsdecode(str(args[0]))):
             uses.append(event)
             if len(uses) > moment:
@@ -139,3 +138,43 @@ def test_only_checkpoints_of_this_model_are_removed(tmp_path):
         assert [place.name for place in places] == [f"step-0000000{number}.{again}" for again in (1, 2)]
     assert names_in(tmp_path) == ["step-00000001", "step-00000002", "step-00000002.1", "step-00000002.2"]
     assert (tmp_path / "step-00000001" / "notes.txt").exists()
+
+
+def second_job(rank, world_size, folder):
+    def rejection(call, *args, **options):
+        with pytest.raises(CheckpointError) as told:
+            call(*args, **options)
+        return str(told.value)
+
+    with make_engine("dp2", "none") as engine:
+        by_hand = rejection(engine.save, folder, keep=1)
+        engine.load(folder)
+    engine = make_engine("dp2", "none", checkpoint=folder, resume="auto")
+    automatic = rejection(train, engine, 2)
+    engine.close()
+    return by_hand, automatic
+
+
+def save_anew(rank, world_size, folder):
+    make_small().save(folder)
+
+
+@pytest.mark.distributed
+def test_a_second_job_is_rejected_by_name_on_all_ranks(tmp_path):
+    """Until the first has closed its engine. Another engine of the same job is not rejected."""
+    folder = tmp_path / "checkpoints"
+    train(first := make_small(checkpoint=str(folder)), 1)
+    train(second := make_small(), 2)
+    places = [first.save(folder), second.save(folder)]
+    second.close()
+    places.append(first.save(folder))  # the lock that went with `second` is taken again
+    who = f"another job saves into {folder} (process {os.getpid()} on {socket.gethostname()})"
+    for by_hand, automatic in run_ranks(second_job, 2, str(folder)):
+        assert by_hand.startswith(f"saving step 0 to {folder} failed; earlier checkpoints are unchanged:")
+        assert automatic.startswith(f"checkpoint.directory={str(folder)!r}:")
+        assert who in by_hand
+        assert who in automatic
+        assert "end it first, or use another folder" in automatic
+    assert all(place.exists() for place in places[1:])
+    first.close()
+    run_ranks(save_anew, 1, str(folder))

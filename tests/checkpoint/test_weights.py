@@ -1,8 +1,6 @@
 """engine.save_weights: files that plain torch, timm and transformers load; engine.load_weights takes theirs. Frozen
 weights and buffers under NAIVE come out as they went in."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -40,19 +38,6 @@ def trained(rank, world_size, model, mode, folder):
     return close_whole(engine)
 
 
-def read_by_transformers(folder, fresh):
-    """From several files and their index."""
-    from transformers import LlamaForCausalLM
-
-    place = folder / "parts"
-    fresh.config.save_pretrained(place)
-    model = LlamaForCausalLM.from_pretrained(place)
-    assert model.lm_head.weight is model.model.embed_tokens.weight
-    index = json.loads((place / "model.safetensors.index.json").read_text())["weight_map"]
-    assert len(set(index.values())) == len(list(place.glob("model-*-of-*.safetensors"))) > 3
-    return model
-
-
 @pytest.mark.distributed
 @pytest.mark.sends
 @pytest.mark.parametrize(
@@ -65,13 +50,27 @@ def test_plain_models_and_their_libraries_load_what_was_divided(ranks, model, mo
     for state in (safetensors.load_file(tmp_path / "weights.safetensors"), pt):
         find_workload(model).build(seed=9).load_state_dict(state)  # strict
         assert differing(state, expected) == []
-    if model == "llama":
-        read = read_by_transformers(tmp_path, find_workload(model).build(seed=9))
+    if model == "llama":  # from several files and their index
+        from transformers import LlamaForCausalLM
+
+        place = tmp_path / "parts"
+        find_workload(model).build(seed=9).config.save_pretrained(place)
+        read = LlamaForCausalLM.from_pretrained(place)
+        assert read.lm_head.weight is read.model.embed_tokens.weight
+        index = json.loads((place / "model.safetensors.index.json").read_text())["weight_map"]
+        assert len(set(index.values())) == len(list(place.glob("model-*-of-*.safetensors"))) > 3
         assert differing(read.state_dict(), expected) == []
 
 
+def made_net(seed):
+    """With a buffer of more than half precision can show."""
+    model = Net(seed=seed)
+    model.steps.copy_(torch.rand(3, generator=torch.Generator().manual_seed(seed)))
+    return model
+
+
 def loaded(rank, world_size, layouts, path):
-    """The weights of engines that load them; and after a step before it and one after it."""
+    """The weights of engines that load them after a step, and after another one, by layout."""
     found = {}
     for layout in layouts:
         engine = make_engine(layout, "naive", seed=7, optimizer=trainable_sgd)
@@ -83,8 +82,7 @@ def loaded(rank, world_size, layouts, path):
     return found
 
 
-def trainable_sgd(params):
-    """Without the frozen layer: what is in the optimizer has a master."""
+def trainable_sgd(params):  # without the frozen layer: what is in the optimizer has a master
     return torch.optim.SGD([param for param in params if param.requires_grad], lr=1e-3)
 
 
@@ -95,18 +93,15 @@ def trainable_sgd(params):
 def test_weights_of_others_into_every_layout(name, tmp_path):
     """A file of safetensors, and one that is in parts. Training goes on from there, and leaves what is frozen as it
     was, to the bit."""
-    expected, path = Net(seed=3).state_dict(), tmp_path / name
-    expected["steps"] = torch.rand(3, generator=torch.Generator().manual_seed(1))  # more than half precision can show
+    model, path = made_net(3), tmp_path / name
+    expected, found = model.state_dict(), []
     if name == "weights.safetensors":
         safetensors.save_file(expected, path)
+        found = run_ranks(loaded, 2, ["zero1", "fsdp", "tp2", "pp2"], path, timeout=100)
     else:
-        model = Net()
-        model.load_state_dict(expected)
         make_engine("one", "none", model=model).save_weights(path, max_file_gb=2e-6)
         assert not path.exists()
-    found = [loaded(0, 1, ["one"], path)]
-    if name == "weights.safetensors":
-        found += run_ranks(loaded, 2, ["zero1", "fsdp", "tp2", "pp2"], path, timeout=100)
+    found.append(loaded(0, 1, ["one"], path))
     for layout, (before, after) in [pair for each in found for pair in each.items()]:
         assert differing({key: before[key] for key in expected}, expected) == [], layout
         moved = differing(after, expected)
@@ -115,41 +110,30 @@ def test_weights_of_others_into_every_layout(name, tmp_path):
         assert max((after[key] - expected[key]).abs().max() for key in moved if "norm" not in key) < 0.05, layout
 
 
-def made_net(factor=1.0):
-    model = Net()
-    model.steps.copy_(torch.rand(3, generator=torch.Generator().manual_seed(1)))
-    with torch.no_grad():
-        for name, value in model.state_dict().items():
-            if value.is_floating_point() and "running" not in name:
-                value.mul_(factor)
-    return model
-
-
-def frozen_of(state):
-    return {name: state[name] for name in FROZEN}
-
-
 @pytest.mark.parametrize("load", ["load", "load_weights", "load_state_dict", "the model's load_state_dict"])
 def test_frozen_values_come_out_as_they_went_in(load, tmp_path):
     """From files, checkpoints, state dicts and close."""
-    expected = frozen_of(made_net().state_dict())
-    engine = make_engine("one", "naive", model=made_net(), optimizer=trainable_sgd)
+
+    def assert_frozen(state):
+        assert all(torch.equal(state[name], expected[name]) for name in FROZEN)
+
+    expected = made_net(0).state_dict()
+    engine = make_engine("one", "naive", model=made_net(0), optimizer=trainable_sgd)
     train(engine, 2)
     engine.save(tmp_path / "saved")
     engine.save_weights(tmp_path / "w.pt", format="torch")
-    whole = torch.load(tmp_path / "w.pt")
-    assert differing(frozen_of(whole), expected) == []
-    other = make_engine("one", "naive", model=made_net(1.7), optimizer=trainable_sgd)
-    loads = {
+    assert_frozen(whole := torch.load(tmp_path / "w.pt"))
+    other = make_engine("one", "naive", model=made_net(5), optimizer=trainable_sgd)
+    {
         "load": lambda: other.load(tmp_path / "saved"),
         "load_weights": lambda: other.load_weights(tmp_path / "w.pt"),
         "load_state_dict": lambda: other.load_state_dict(engine.state_dict()),
-    }
-    loads.get(load, lambda: other.model.load_state_dict(whole))()
+        "the model's load_state_dict": lambda: other.model.load_state_dict(whole),
+    }[load]()
     train(other, 1)
     for each in (engine, other):
-        assert differing(frozen_of(whole_state(each)), expected) == []
-        assert differing(frozen_of(each.model.state_dict()), expected) == []
+        assert_frozen(whole_state(each))
+        assert_frozen(each.model.state_dict())
 
 
 def test_tied_weights(tmp_path):

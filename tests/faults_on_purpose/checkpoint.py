@@ -24,7 +24,7 @@ CHECKPOINT = {
     ),
     "Random numbers are not restored": (
         Text(CHECKPOINTER, 'rank_state.set_rank_random(own["random"], ', "(own, "),
-        f"{RESUME}::test_from_a_state_dict",
+        f"{RESUME}::test_one_process_goes_on_within_an_epoch_and_at_its_edges",
     ),
     "The position in the data is not restored": (
         Text(CHECKPOINTER, 'note = self.loader.load_state_dict(own["dataloader"], own=same)', "note = None"),
@@ -32,7 +32,7 @@ CHECKPOINT = {
     ),
     "Attached state is not restored": (
         Text(CHECKPOINTER, 'yield from self.attached.load_state_dict(attached.get("attached", {}))', "yield from ()"),
-        "tests/checkpoint/test_attached.py::test_attached_state_goes_with_checkpoints_even_if_nobody_takes_it",
+        f"{CONTENTS}::test_attached_state_goes_with_checkpoints_even_if_nobody_takes_it",
     ),
     "A background save writes what training changes meanwhile": (
         Text(CHECKPOINTER, "snapshot = replace(snapshot, boxes=copies)", "snapshot = replace(snapshot)"),
