@@ -1,9 +1,9 @@
 """Where an interrupted epoch goes on: with the batches that were not trained on, as they would have come."""
 
-from __future__ import annotations
-
 import copy
+import itertools
 import random
+from functools import partial
 
 import numpy as np
 import pytest
@@ -25,13 +25,7 @@ class Stateful(DataLoader):
     given = 0
 
     def __iter__(self):
-        batches = super().__iter__()
-        for _ in range(self.given):
-            next(batches)
-        return self._counted(batches)
-
-    def _counted(self, batches):
-        for batch in batches:
+        for batch in itertools.islice(super().__iter__(), self.given, None):
             self.given += 1
             yield batch
         self.given = 0
@@ -58,15 +52,10 @@ ALL = {
 
 
 def engine_of(kind, layout="one", lr_scheduler=None, **config):
-    return halfmesh.initialize(
-        Net(),
-        lambda p: optim.SGD(p, lr=0.1),
-        None,
-        {**LOADERS, **ALL}[kind](Numbers() if "workers" in kind else Noisy(), 3 if kind == "in order" else 4),
-        {"parallel": LAYOUTS[layout][1], **config},
-        lr_scheduler=lr_scheduler,
-        device=rank_device(),
-    )
+    loader = ALL[kind](Numbers() if "workers" in kind else Noisy(), 3 if kind == "in order" else 4)
+    optimizer = lambda params: optim.SGD(params, lr=0.1)  # noqa: E731
+    options = {"lr_scheduler": lr_scheduler, "device": rank_device()}
+    return halfmesh.initialize(Net(), optimizer, None, loader, {"parallel": LAYOUTS[layout][1], **config}, **options)
 
 
 def train_on(engine):
@@ -76,16 +65,16 @@ def train_on(engine):
     engine.step()
 
 
-def batches_of(engine, count, state_at=None, behind=0):
+def batches_of(engine, count, state_at=0, behind=0):
     """The next batches, over the ends of epochs; and the state when `state_at` of them were trained on, `behind` the
     batch that was handed out last."""
     seen, state = [], None
     while True:
         for batch in engine.dataloader:
             seen.append(plain(batch))
-            if behind == 0 or len(seen) <= (state_at or 0):
+            if behind == 0 or len(seen) <= state_at:
                 train_on(engine)
-            if state_at is not None and len(seen) == state_at + behind:
+            if len(seen) == state_at + behind:
                 state = copy.deepcopy(engine.state_dict())
             if len(seen) == count:
                 return seen, state
@@ -95,16 +84,15 @@ def find_differences(kind, layout="one", places=(1, 3, 5), **config):
     """Places of the first two epochs where a run does not go on as it would have, also from a batch that was handed out
     and not trained on: what was drawn after it was handed out is then drawn again."""
     wrong = []
-    for place in places:
-        for behind in (0, 1):
-            seed_all(0)
-            expected, state = batches_of(engine_of(kind, layout, **config), 8, place, behind)
-            torch.manual_seed(9)
-            again = engine_of(kind, layout, **config)
-            again.load_state_dict(state)
-            count = 1 if behind else 8 - place
-            if batches_of(again, count)[0] != expected[place : place + count]:
-                wrong.append((place, behind))
+    for place, behind in itertools.product(places, (0, 1)):
+        seed_all(0)
+        expected, state = batches_of(engine_of(kind, layout, **config), 8, place, behind)
+        torch.manual_seed(9)
+        again = engine_of(kind, layout, **config)
+        again.load_state_dict(state)
+        count = 1 if behind else 8 - place
+        if batches_of(again, count)[0] != expected[place : place + count]:
+            wrong.append((place, behind))
     return wrong
 
 
@@ -153,12 +141,8 @@ def test_what_is_skipped_is_not_read():
 
 def test_an_epoch_that_has_no_batch_left_ends():
     """Saved in the last batch of an epoch: the scheduler is advanced at its end, once."""
-
-    def make():
-        halved = lambda optimizer: optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)  # noqa: E731
-        return engine_of("in order", lr_scheduler=halved, lr_interval="epoch")
-
-    engine, other = make(), make()
+    options = {"lr_scheduler": partial(optim.lr_scheduler.StepLR, step_size=1), "lr_interval": "epoch"}
+    engine, other = engine_of("in order", **options), engine_of("in order", **options)
     for number, _ in enumerate(engine.dataloader):
         train_on(engine)
         if number == 5:
