@@ -25,7 +25,13 @@ class Stateful(DataLoader):
     given = 0
 
     def __iter__(self):
-        for batch in itertools.islice(super().__iter__(), self.given, None):
+        batches = super().__iter__()
+        for _ in range(self.given):
+            next(batches)
+        return self._counted(batches)
+
+    def _counted(self, batches):
+        for batch in batches:
             self.given += 1
             yield batch
         self.given = 0
@@ -41,8 +47,7 @@ STATEFUL = {
     "stateful": lambda data, batch: Stateful(Permuted(), batch),
     "stateful, fetched ahead": lambda data, batch: Stateful(range(SAMPLES), batch, shuffle=True, num_workers=1, **FORK),
 }
-LEFT_OUT = ("no length", "numpy's generator", "workers that stay")
-"""Their order is not known before, or in no state."""
+LEFT_OUT = ("no length", "numpy's generator", "workers that stay")  # their order is not known before, or in no state
 ALL = {
     **{kind: make for kind, make in LOADERS.items() if kind not in LEFT_OUT},
     "stream": lambda data, batch: DataLoader(Permuted(), batch),  # what draws in each step draws between them, too
