@@ -18,8 +18,7 @@ def cosine(optimizer):
 
 
 def resumed(layout, mode, folder, saved_at=SAVED_AT, by_state=False):
-    """What differs between a run and one that goes on from its checkpoint, or from its state dict in a file, over the
-    batches after it."""
+    """What differs between a run and one that goes on from its checkpoint or state dict, over the batches after it."""
 
     def make(seed):
         larger = LAYOUTS[layout][0] // 2 or 1  # a microbatch for BatchNorm has two samples
