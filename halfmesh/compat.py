@@ -9,13 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 from .amp.plugin import AMP_PLUGINS, PRECISIONS, AMPPlugin
 from .amp.recipe import FP32
 from .config.composition import Finding, Setup, find_key_problems
 from .config.config import Config
-from .config.load import load_config
 from .errors import IncompatibleConfigError, RegistryError, counted, did_you_mean, show
 from .parallel.registries import AXES, DATA_STRATEGIES
 
@@ -74,22 +73,6 @@ def mesh_sizes(config: Config, world_size: int) -> dict[str, int]:
 def composition_table() -> dict[str, dict[str, Cell]]:
     """Row -> column -> cell, for all registered modes, axes and strategies, including third parties'."""
     return {str(row): {column: _cell(row, column) for column in get_columns()} for row in get_rows()}
-
-
-def layout_table() -> dict[str, dict[str, Cell]]:
-    """Axis -> other axis or data strategy -> cell: whether a layout may have both. Each axis has further limits on
-    models and numbers of ranks."""
-
-    def problems(*names: str) -> set[str]:
-        parallel: dict[str, Any] = {name: {"size": 2} for name in names if name in AXES}
-        for name in set(names) & set(DATA_STRATEGIES.names()):
-            parallel["data"] = name
-        return set(map(str, find_key_problems(Setup.of(load_config({"parallel": parallel}), 4))))
-
-    def cell(axis: str, other: str) -> Cell:
-        return "rejected" if problems(axis, other) - problems(axis) - problems(other) else "yes"
-
-    return {axis: {other: cell(axis, other) for other in get_columns() if other != axis} for axis in AXES.names()}
 
 
 def render_table() -> str:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from ..errors import LaunchError
 
 T = TypeVar("T")
+_SHOWN = 8  # ranges of ranks in a message
 
 
 @dataclass(frozen=True)
@@ -123,15 +124,15 @@ class RankNames:
         return ", ".join(map(self.name, some)) if self.has_coordinates and len(some) <= 4 else list_ranks(some)
 
 
-def list_ranks(ranks: Iterable[int], shown: int = 8) -> str:
-    """`rank 3`, or `ranks 0-3, 7`; of more than `shown` ranges the first ones."""
+def list_ranks(ranks: Iterable[int]) -> str:
+    """`rank 3`, or `ranks 0-3, 7`; of more than `_SHOWN` ranges the first ones."""
     some = sorted(ranks)
     # Consecutive ranks have the same distance from their index.
     groups = itertools.groupby(enumerate(some), lambda item: item[1] - item[0])
     runs = [[rank for _, rank in group] for _, group in groups]
     words = [str(run[0]) if len(run) == 1 else f"{run[0]}{', ' if len(run) == 2 else '-'}{run[-1]}" for run in runs]
-    rest = sum(map(len, runs[shown:]))
-    return f"rank{'s' * (len(some) != 1)} {', '.join(words[:shown])}{f' and {rest} more' if rest else ''}"
+    rest = sum(map(len, runs[_SHOWN:]))
+    return f"rank{'s' * (len(some) != 1)} {', '.join(words[:_SHOWN])}{f' and {rest} more' if rest else ''}"
 
 
 def ranks_by_value(values: Mapping[int, T]) -> dict[T, list[int]]:

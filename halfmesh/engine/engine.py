@@ -18,15 +18,16 @@ from ..checkpoint.checkpointer import Checkpointer
 from ..checkpoint.rank_state import Stateful
 from ..data.loader import EngineDataLoader
 from ..errors import InputError, NonFiniteError, counted, reject_closure
-from ..utils.engine_hook import Hooks
+from ..utils.engine_hook import Hooks, Progress
 from .accumulation import Accumulation, MixedPrecisionState
 from .ema import AveragedModel
-from .executor import DirectExecutor
+from .executor import DirectExecutor, ModelGuard
 from .pipeline_handles import sequences_of
 from .summary import EffectivePlan
 
 if TYPE_CHECKING:
     from ..checkpoint.preemption import PreemptionHook
+    from ..checkpoint.state import ShardedState
     from ..config import Config
     from ..debug.nonfinite import NonFiniteProbes
     from ..debug.precision import PrecisionReport
@@ -57,10 +58,14 @@ class Engine(MixedPrecisionState):
     context: ParallelContext
     config: Config
     plan: EffectivePlan
+    _state: ShardedState
+    _progress: Progress
     _criterion: Criterion
     _accumulation: Accumulation
     _executor: DirectExecutor | PipelineExecutor
+    _guard: ModelGuard
     _lr: LRAdvance
+    _dataloader: EngineDataLoader | None
     _eval_dataloader: EngineDataLoader | None
     _hooks: Hooks
     _probes: NonFiniteProbes
@@ -69,9 +74,6 @@ class Engine(MixedPrecisionState):
     _ends: ExitStack
 
     def __post_init__(self) -> None:
-        saved = self._checkpointer
-        self._state, self._progress = saved.state, saved.progress
-        self._dataloader, self._guard = saved.loader, saved.own_call
         self.model = self._state.model
         self._update = self._state.update
         self._parallel = self._state.parallel_model
