@@ -210,11 +210,17 @@ def over_ranks(rank, world_size, folder):
     engine, count = make_engine("dp2", "none"), Count(rank + 5)
     engine.attach("count", count)
     engine.save(folder)
+    if rank == 1:
+        engine._state.saved._known = b""  # as if it had been interrupted in a save
+    engine.save(folder)
+    train(engine, 1)  # the optimizer's state is new, of which ranks tell each other
+    engine.save(folder)
     count.value, words = 0, []
     engine.load(folder)
     engine.close()
     with make_engine("tp2", "none") as other:
         other.load(folder)
+        assert other.optimizer.state
         other.attach("count", there := Count())
     for make in (lambda param: [param], lambda param: np.float32(3)):
         with make_engine("tp2", "none", optimizer=lambda params, make=make: Keeps(params, {"kept": make})) as engine:

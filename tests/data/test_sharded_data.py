@@ -43,6 +43,13 @@ class Endless(Sampler):
             yield from range(8)
 
 
+class LongEndless(Endless):
+    """It has a length, but is not to be read so far ahead."""
+
+    def __len__(self):
+        return 10**10
+
+
 class OwnIter(DataLoader):
     """Iterates in its own way: over what torch's gives, once or for ever, or past it."""
 
@@ -81,6 +88,7 @@ SHARDS = {  # what each of two ranks gets
     ),
     "one buffer": (lambda: DataLoader(Reader(), None), [0, 2, 4, 6], [1, 3, 5, 7]),
     "endless": (lambda: DataLoader(range(8), 2, sampler=Endless()), [[0, 2], [4, 6]] * 2, [[1, 3], [5, 7]] * 2),
+    "long": (lambda: DataLoader(range(8), 2, sampler=LongEndless()), [[0, 2], [4, 6]] * 2, [[1, 3], [5, 7]] * 2),
     "own iter": (lambda: OwnIter("once"), [[1, 3], [5, 7]], [[2, 4], [6, 8]]),
 }
 EVALUATED = {  # nothing is counted twice

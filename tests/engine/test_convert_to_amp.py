@@ -49,13 +49,15 @@ def train(model, optimizer, criterion, data, max_norm=0.0):
 @pytest.mark.parametrize("name", ["torch_fp16", "naive_fp16", "naive_bf16", "apex_o1", "apex_o2"])
 def test_parity_with_a_plain_fp32_loop(name):
     model, optimizer, criterion = converted(name)
-    data = batches()
+    data, seen = batches(), set()
+    model.module.first.register_forward_hook(lambda *given: seen.add(given[2].dtype))
     train(model, optimizer, criterion, data[:5], max_norm=0.7)
     if optimizer.loss_scale > 1:  # an overflow between good steps
         optimizer.backward(criterion(model(data[0][0]), data[0][1]) * math.inf)
         assert optimizer.step().skipped
         assert optimizer.skipped_steps == 1
     results = train(model, optimizer, criterion, data[5:], max_norm=0.7)
+    assert seen == {torch.bfloat16 if "bf16" in name else HALF}
     assert all(math.isfinite(result.grad_norm) for result in results)
     assert difference(dict(model.state_dict()), reference(data, max_norm=0.7)) < TOLERANCES[name]
     assert {p.dtype for p in optimizer.master_params()} == {FULL}
@@ -116,6 +118,25 @@ def test_the_wrapper_is_the_model_with_scopes_and_lists():
         assert (x @ x.T).dtype == HALF
         with o1.autocast(enabled=False):
             assert (x @ x.T).dtype == FULL
+
+
+class Second(nn.Linear):
+    """The second version of a layer; weights of the first were half as large."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state, prefix, metadata, *args):
+        state[f"{prefix}weight"] = state[f"{prefix}weight"] * (1 if metadata.get("version") == 2 else 2)
+        super()._load_from_state_dict(state, prefix, metadata, *args)
+
+
+def test_a_wrapper_in_another_module_keeps_the_versions_of_its_modules():
+    model, alone = nn.Sequential(Second(3, 3)), nn.Sequential(Second(3, 3))
+    wrapped, *_ = convert_to_amp(model, sgd(model.parameters()), None, "torch", dtype="bfloat16")
+    weight, outer = model[0].weight.detach().clone(), nn.Sequential(wrapped)
+    outer.load_state_dict(outer.state_dict())
+    alone.load_state_dict(wrapped.state_dict())
+    assert all(torch.equal(each[0].weight, weight) for each in (model, alone))
 
 
 def told(call, words):

@@ -148,7 +148,7 @@ def test_a_deferred_model_can_be_changed_and_copied_and_given_again():
 
 
 class Odd(nn.Module):
-    """Tensors that are neither parameters nor buffers; a tied weight."""
+    """Tensors that are neither parameters nor buffers, one of them twice; a tied weight; weak references."""
 
     def __init__(self):
         super().__init__()
@@ -156,14 +156,18 @@ class Odd(nn.Module):
         self.again.weight = self.head.weight
         self.no_decay = [self.head.bias]
         self.free = {"shift": nn.Parameter(torch.ones(4))}
+        self.scales, self.lstm = [torch.full((4,), 2.0)], nn.LSTM(4, 4)
+        self.scale = self.scales[0]
 
 
 def test_other_attributes_and_ties():
-    engine = initialize(Odd)
-    model = engine.model
+    with halfmesh.deferred_init():
+        model = Odd()
+    engine = initialize(model, sgd(model.parameters()))
     assert model.head.weight is model.again.weight
     assert model.no_decay[0] is model.head.bias
     assert model.free["shift"].tolist() == [1.0] * 4
+    assert (model.scale is model.scales[0], model.scale.tolist()) == (True, [2.0] * 4)
     held = [id(p) for group in engine.optimizer.param_groups for p in group["params"]]
     assert sorted(held) == sorted(map(id, model.parameters()))
 

@@ -135,11 +135,12 @@ def full(*_, **__):
     raise torch.OutOfMemoryError("too much")
 
 
-@pytest.mark.parametrize("where", ["criterion", "step"])
+@pytest.mark.parametrize("where", ["criterion", "backward", "step"])
 def test_an_error_of_memory_says_what_the_plan_needs_and_what_finds_less(where):
     optimizer = type("FullSGD", (torch.optim.SGD,), {"step": full} if where == "step" else {})
-    criterion = full if where == "criterion" else nn.functional.cross_entropy
+    fails = {"criterion": full, "backward": lambda output, y: output.register_hook(full) and output.sum()}
     config = {"fp16": {"mode": "naive", "loss_scale": 8.0}}
+    criterion = fails.get(where, nn.functional.cross_entropy)
     with pytest.raises(torch.OutOfMemoryError) as raised:
         train(make_engine(config, optimizer=lambda p: optimizer(p, lr=0.1), criterion=criterion))
     (note,) = raised.value.__notes__

@@ -80,6 +80,9 @@ def in_the_loop(rank: int, world_size: int) -> list[str]:
     told("engine.criterion(...): target has 5 rows, and the batch has 8", engine.criterion, output, y[:5])
     words = "engine(...): argument 2 has 3 rows, and the batch has 8; arguments are split along their first dim"
     told(words, engine, x, here(torch.ones(3, 2)))
+    words = "target has 8 items, one for each row of the batch, but only tensors are split"
+    told(words, engine.criterion, output, list(range(8)))
+    told("engine(...) got no tensor with a batch dim", engine)
     assert "this rank holds only stage" in said(engine.model, x)
     engine.model.load_state_dict(deep().state_dict())  # of a whole one each rank takes its part
     told("an input of engine(...) requires gradients", engine, x.clone().requires_grad_())

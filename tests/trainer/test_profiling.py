@@ -75,9 +75,12 @@ def test_an_error_keeps_what_there_is(tmp_path):
         pass
 
 
+PIPELINE = {"pipeline": {"size": 2, "microbatches": 2, "partition": ["tied"]}}
+
+
 def on_ranks(rank, world_size, folder, *chosen):
-    for number, ranks in enumerate(chosen):
-        engine = make_engine({"parallel": {"data": "zero1"}})
+    for number, (ranks, parallel) in enumerate(zip(chosen, ({"data": "zero1"}, PIPELINE), strict=True)):
+        engine = make_engine({"parallel": parallel})
         fit({"type": "profile", "steps": (2, 3), "folder": folder / str(number), "ranks": ranks}, engine=engine)
 
 
@@ -87,8 +90,9 @@ def test_chosen_ranks_write(tmp_path):
     names = [f"updates-2-3.rank{rank}.json.gz" for rank in range(2)]
     assert [files(tmp_path / "0"), files(tmp_path / "1")] == [names[1:], names]
     _, ranges, events = read(tmp_path / "0" / names[1])
-    assert ranges["halfmesh.reduce"] == 2
+    assert (ranges["halfmesh.reduce"], "halfmesh.send_bucket" in ranges) == (2, True)
     assert any("reduce_scatter" in event["name"] for event in events)
+    assert "halfmesh.stage_1" in read(tmp_path / "1" / names[1])[1]
 
 
 @pytest.fixture
