@@ -156,4 +156,8 @@ def test_mistakes_in_an_override():
 def test_the_parser_and_halfmesh_run_collect_overrides():
     given = ["--config", "a.py", "--set", "parallel.tensor=4", "--set=seed=7"]
     assert get_default_parser().parse_args(given).overrides == ["parallel.tensor=4", "seed=7"]
+    place = "--host h --port 5 --world-size 4 --rank 1 --local-rank 1 --backend gloo"
+    expected = {"host": "h", "port": 5, "world_size": 4, "rank": 1, "local_rank": 1, "backend": "gloo"}
+    for text in (place, place.replace("world-size", "world_size").replace("local-rank", "local_rank")):
+        assert vars(get_default_parser().parse_args(text.split())) == expected | {"config": None, "overrides": []}
     assert read_options(["-v", *given, "--configs", "b.py"]) == ("a.py", ["parallel.tensor=4", "seed=7"])

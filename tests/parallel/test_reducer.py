@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from halfmesh.config.load import load_config
+from halfmesh.engine.parallelize import reduce_options
 from halfmesh.parallel.buckets import can_average
 from halfmesh.parallel.reducer import Reducer
 from halfmesh.utils.torch_private import REDUCE_SCATTER
@@ -262,3 +264,9 @@ def broken_off(rank: int, world_size: int) -> list[dict[str, torch.Tensor]]:
 def test_an_error_in_backward_leaves_nothing_behind():
     for expected, found in run_ranks(broken_off, 2):
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("ranks", "given", "mib"), [(2, None, 25), (64, None, 64), (64, 25, 25)])
+def test_buckets_grow_with_the_data_ranks(ranks, given, mib):
+    config = load_config({"parallel": {"data": {"bucket_mb": given}}})
+    assert reduce_options(config, config.parallel.dims(ranks)).bucket_bytes == mib * 2**20

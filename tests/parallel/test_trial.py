@@ -94,6 +94,7 @@ UNITS = {
         "shape": own(lambda param, grad: grad / param.shape[0] ** 0.5),
         "trust ratio, as LARS": own(lambda param, grad: grad * param.norm() / grad.norm()),
         "large ones only": own(lambda param, grad: grad / (grad.norm() if min(param.shape) >= 128 else 1.0)),
+        **{name: partial(timm, name=name, lr=0.1) for name in ("Lars", "SGDP")},
         "LAMB": partial(timm, name="Lamb", max_grad_norm=None),
         "Muon": lambda params: optim.Muon(params[:1]),
     },

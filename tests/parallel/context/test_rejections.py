@@ -224,9 +224,19 @@ def make_recurrent():
     return model
 
 
+def make_gemma():
+    import transformers as hf
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes |= {"num_key_value_heads": 2, "head_dim": 8, "vocab_size": WORDS, "pad_token_id": 0}
+    both_ways = {"layer_types": ["sliding_attention"], "use_bidirectional_attention": True}
+    return hf.Gemma3ForCausalLM(hf.Gemma3TextConfig(**sizes, **both_ways))
+
+
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
 UNKNOWN = [
     (lambda: make_llama(attn_implementation="eager"), "its attention 'eager' cannot be sharded"),
+    (make_gemma, "its windows are not those of transformers' create_bidirectional_sliding_window_mask"),
     (make_recurrent, "its layers have linear_attention, and only attention can be"),
     (lambda: make_llama(rope_parameters=DYNAMIC), "its rotations are 'dynamic'"),
     (make_gpt, "compile: attention waits for other ranks"),

@@ -120,6 +120,7 @@ def changed(change: Callable[[Any], Any]) -> nn.Module:
 
 COMPILED = partial(changed, lambda model: model[0].compile())
 HOOKED = partial(changed, lambda model: model.register_forward_hook(lambda *_: None))
+HOOKED_BEFORE = partial(changed, lambda model: model.register_forward_pre_hook(lambda *_: None))
 WITH_LOSS = partial(changed, lambda model: model.add_module("loss", nn.Linear(4, 4)))
 REJECTED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "batch": (deep, pipe(microbatches=3), "microbatches=3 does not divide the dataloader's batch_size=8"),
@@ -140,6 +141,7 @@ REJECTED: dict[str, tuple[Any, dict[str, Any], str]] = {
     ),
     "compiled": (COMPILED, pipe(), "a compiled model cannot be split into stages; pass it uncompiled"),
     "hooks": (HOOKED, pipe(), "the model itself: it has hooks, but stages do not call it"),
+    "hooks before": (HOOKED_BEFORE, pipe(), "the model itself: it has hooks, but stages do not call it"),
     "criterion": (WITH_LOSS, pipe(), "criterion: no stage would have loss.weight, loss.bias, weights of the model"),
     "optimizer": (deep, pipe(), "optimizer: max_grad_norm=1.0 uses all parameters; set it to None, and clip_grad_norm"),
 }

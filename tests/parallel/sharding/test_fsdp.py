@@ -58,16 +58,28 @@ def test_weights_and_state_are_one_part_of_it():
             assert units == ["", "blocks.0", "blocks.1", "blocks.2", "blocks.3"]
 
 
+def ranks_of_a_copy(rank, world_size):
+    param = make_engine({"strategy": "fsdp", "hybrid": 2}, model=Blocks()).model.end.weight
+    return len(param.to_local()), dist.get_process_group_ranks(param.device_mesh.get_group(1))
+
+
+def test_of_a_hybrid_each_group_of_neighbours_has_a_copy():
+    assert run_ranks(ranks_of_a_copy, 4) == [(2, [0, 1])] * 2 + [(2, [2, 3])] * 2
+
+
 def gathers_in_a_pipeline(rank, world_size):
-    """The all-gathers of each batch, in cycles of two; and whether weights are shards after it."""
-    config, found = pipe(microbatches=4, schedule="1f1b") | {"gradient_accumulation": 2}, []
-    config["parallel"]["data"] = "fsdp"
-    layers = nn.Linear(8, 16), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16), nn.Linear(16, 4)
-    engine = make(config, nn.Sequential(*layers))
-    for _ in range(4):
-        with patch.object(dist, ALL_GATHER, wraps=getattr(dist, ALL_GATHER)) as gather:
-            step(engine, *make_data(8))
-        found.append((gather.call_count, all(isinstance(param, DTensor) for param in engine.model.parameters())))
+    """By `reshard_after_forward`: the all-gathers of each batch, in cycles of two; and whether weights are shards after
+    it."""
+    config, found = pipe(microbatches=4, schedule="1f1b") | {"gradient_accumulation": 2}, {None: [], True: []}
+    for reshards, batches in found.items():
+        config["parallel"]["data"] = {"strategy": "fsdp", "reshard_after_forward": reshards}
+        layers = nn.Linear(8, 16), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16), nn.Linear(16, 4)
+        engine = make(config, nn.Sequential(*layers))
+        for _ in range(4):
+            with patch.object(dist, ALL_GATHER, wraps=getattr(dist, ALL_GATHER)) as gather:
+                step(engine, *make_data(8))
+            batches.append((gather.call_count, all(isinstance(param, DTensor) for param in engine.model.parameters())))
+        engine.close()
     return found
 
 
@@ -75,7 +87,8 @@ def gathers_in_a_pipeline(rank, world_size):
 def test_in_a_pipeline_a_unit_is_gathered_once_for_a_batch():
     """There are two linear layers in each stage."""
     for found in run_ranks(gathers_in_a_pipeline, 4):
-        assert found[1:] == [(2, True)] * 3
+        assert found[None][1:] == [(2, True)] * 3
+        assert found[True][1:] == [(2 * 2 * 4, True)] * 3, "before each forward and backward"
 
 
 @pytest.mark.parametrize("offload", [False, True])

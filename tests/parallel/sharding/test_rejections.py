@@ -26,6 +26,7 @@ REJECTED = [
     ({"activation_offload": True}, {}, "would also offload gathered weights"),
     ({"fp16": {"mode": "naive"}}, {"buffer_dtype": "float32"}, "'float32' is not float16, in which the mode computes"),
     ({}, {"hybrid": 2, "separate_reduce_group": True}, "separate_reduce_group: hybrid makes its own groups"),
+    (PIPELINE, {"output_dtype": "float32"}, "FSDP2 does not support this under a pipeline"),
     (PIPELINE, {"prefetch": 2}, "FSDP2 does not support this under a pipeline"),
 ]
 

@@ -15,6 +15,7 @@ from halfmesh.parallel.tensor.logits import ShardedLogits, _keeps_last_dim
 from halfmesh.utils.torch_private import ALL_GATHER
 from tests.parity.test_tensor import WORDS, Language
 from tests.support.ranks import here, run_ranks
+from tests.support.saved_memory import bytes_left
 from tests.support.tensor_parity import apart, divide, random, rejection
 
 pytestmark = pytest.mark.distributed
@@ -113,8 +114,8 @@ def test_what_an_index_leaves_of_the_vocabulary_is_known():
     assert all(x[index].shape[-1] == 4 for index in kept)
 
 
-def traffic(rank: int, world_size: int) -> int:
-    """The bytes sent from the head's output to its gradient."""
+def traffic(rank: int, world_size: int) -> tuple[int, int]:
+    """The bytes sent from the head's output to its gradient, and those kept for it."""
     ids, y = here(torch.arange(TRAINED).view(2, -1) % WORDS), targets(TRAINED)
     engine = divide(Language(), {"words": "vocab", "head": "vocab_parallel"})
     engine.backward(F.cross_entropy(engine(ids).view(-1, WORDS), y))  # with the trial
@@ -123,8 +124,10 @@ def traffic(rank: int, world_size: int) -> int:
     with patch.object(dist, "all_reduce", wraps=dist.all_reduce) as sums, patch.object(dist, ALL_GATHER) as gathers:
         F.cross_entropy(engine.model.head(features).view(-1, WORDS), y).backward()
     assert not gathers.called
-    return sum(call.args[0].nbytes for call in sums.mock_calls)
+    kept = bytes_left(lambda: F.cross_entropy(engine.model.head(features).view(-1, WORDS), y))
+    return sum(call.args[0].nbytes for call in sums.mock_calls), kept
 
 
-def test_three_numbers_of_a_token_are_sent():
-    assert run_ranks(traffic, 2) == [TRAINED * 3 * 4] * 2  # of fp32
+def test_three_numbers_of_a_token_are_sent_and_a_shard_is_kept():
+    of_token = WORDS // 2 * 4 + 4 + 8 + 1 + 1  # logits, log-sum, index, elsewhere, ignored
+    assert run_ranks(traffic, 2) == [(TRAINED * 3 * 4, TRAINED * of_token + 8)] * 2  # and the number of targets

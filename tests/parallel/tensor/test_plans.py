@@ -193,7 +193,10 @@ UNFIT = [
     ("colwise", Scaled(4, 8), 2, "it is a Scaled, but this style is for torch.nn.Linear"),
     ("vocab", nn.Embedding(8, 4, max_norm=1.0), 2, "max_norm is set, which does not work on a shard"),
     ("heads(heads)", nn.Linear(2, 2), 2, "it has no whole number named 'heads' (found: None)"),
-    ("attention", nn.MultiheadAttention(8, 4, kdim=6), 2, "this style does not support kdim, vdim, add_bias_kv and"),
+    *(
+        ("attention", nn.MultiheadAttention(8, 4, **more), 2, "this style does not support kdim, vdim, add_bias_kv and")
+        for more in ({"kdim": 6}, {"add_bias_kv": True}, {"add_zero_attn": True})
+    ),
     ("attention", nn.MultiheadAttention(9, 3), 2, "3 heads are not divisible by tensor=2"),
     ("attention", nn.Linear(8, 4), 2, "it is a Linear, but this style is for torch.nn.MultiheadAttention"),
 ]
