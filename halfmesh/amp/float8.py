@@ -48,7 +48,7 @@ class Float8Product:
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         multiply, options = _torchao(self.scaling, self._emulates(x.device))
-        output: torch.Tensor = multiply(x, weight.t(), *options)
+        output: torch.Tensor = multiply(x.contiguous(), weight.t(), *options)  # torchao reshapes it once it is cast
         if bias is None:  # not as a view, which could not be summed in place over a tensor group
             return torch.ops.aten._unsafe_view(output, output.shape)
         return output + bias.to(output.dtype)

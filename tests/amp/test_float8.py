@@ -80,6 +80,13 @@ def test_equal_to_torchao_by_hand(recipe):
     torch.testing.assert_close(engine.model.state_dict(), model.state_dict(), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_an_input_that_is_a_transposed_view(recipe):
+    with make_engine(fp8(recipe=recipe)) as engine:
+        x = here(torch.randn(4, 32, 16)).transpose(1, 2)
+        assert torch.equal(engine(x), engine(x.contiguous()))
+
+
 @pytest.mark.parametrize(
     ("options", "stay", "words"),
     [

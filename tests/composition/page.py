@@ -52,7 +52,8 @@ def _parts() -> Iterator[str]:
     )
     yield _fill(
         """The models are an MLP, a GPT with tied embeddings, timm's VisionTransformer, and transformers' Llama and
-        Mixtral. A cell trains 2 or 3 updates, and is compared with the same mode in one process, as [`halfmesh
+        Mixtral. A cell trains 2 or 3 updates (6 where gradients are sent in
+        half precision), and is compared with the same mode in one process, as [`halfmesh
         verify`](verify.md) does. The largest relative differences that pass:"""
     )
     modes = [mode for mode in MODES if mode in TOLERANCES]
