@@ -148,9 +148,7 @@ def run_losses(run, loss_ids, bad):
     return history
 
 
-@pytest.mark.promise(
-    "APEX's levels and overrides", "apex's property table, without apex", of="Colossal-AI", page="migration/apex.md"
-)
+@pytest.mark.promise("APEX's levels and overrides")
 @pytest.mark.parametrize("num_losses", [1, 2])
 @pytest.mark.parametrize("opt_level", LEVELS)
 def test_two_losses_one_optimizer(opt_level, num_losses):
@@ -223,6 +221,9 @@ def options_of(keys):
     return load_config({"fp16": {"mode": "apex", **keys}}).precision.options
 
 
+@pytest.mark.promise(
+    "APEX's levels and overrides", "apex's property table, without apex", of="Colossal-AI", page="migration/apex.md"
+)
 @pytest.mark.parametrize(
     ("keys", "recipe"),
     [
