@@ -42,11 +42,12 @@ class MasterWeights:
         stepped: shard -> the tensor that the optimizer steps for it, the parameter or its master.
         receivers: for each of `trained`, the shard in which backward leaves the gradient.
         grad_params: every parameter that may hold a gradient.
-        with_master: the shards of `trained` that have a master.
+        with_master: the shards of `trained` that have a master, with it.
         originals: the full precision of tensors that are cast and not trained.
         layouts: by master, a tensor with the strides that it has in an update, if others do not count.
         stamps: when they were last published, the stamps of the tensors that users may write and that must be equal
-            (masters and the parameters of the model that they replace, shards that are stepped for a parameter).
+            (masters and the parameters of the model that they replace, shards that are stepped for a parameter), by id:
+            torch computes the hash of a tensor in Python.
 
     Raises:
         InputError: the optimizer holds parameters that are not in `shards`.
@@ -63,7 +64,7 @@ class MasterWeights:
         self.masters = dict(masters)
         self.originals = Originals()
         self.layouts: dict[torch.Tensor, torch.Tensor] = {}
-        self.stamps: dict[torch.Tensor, WriteStamp] = {}
+        self.stamps: dict[int, WriteStamp] = {}
         self._has_warned = False
         self.sync()
 
@@ -79,15 +80,14 @@ class MasterWeights:
         self.trained = [s for s in self.shards if id(s.param) in held or s.param in self.masters]
         self.receivers = [s.source or s for s in self.trained]
         self.grad_params = [shard.param for shard in {*self.trained, *self.receivers}]
-        self.stepped = {s: target for s in self.trained if id(target := self.target(s)) in held}
-        self.with_master = [s for s in self.trained if s.param in self.masters]
-        watched: list[torch.Tensor] = [
-            self.target(s) for s in self.trained if s.source is not None or s.param in self.masters
-        ]
+        self._targets = {shard: self.target(shard) for shard in self.trained}
+        self.stepped = {shard: target for shard, target in self._targets.items() if id(target) in held}
+        self.with_master = {s: self.masters[s.param] for s in self.trained if s.param in self.masters}
         self._model_params: list[torch.Tensor] = [s.model_param for s in self.with_master]
-        watched += self._model_params
-        now = dict(zip(watched, self._stamps(watched), strict=True))
-        self.stamps = {tensor: self.stamps.get(tensor, stamp) for tensor, stamp in now.items()}
+        stepped = [target for s, target in self._targets.items() if s.source is not None or s in self.with_master]
+        self._watched: dict[int, torch.Tensor] = {id(tensor): tensor for tensor in (*stepped, *self._model_params)}
+        now = zip(self._watched, self._stamps(list(self._watched.values())), strict=True)
+        self.stamps = {number: self.stamps.get(number, stamp) for number, stamp in now}
 
     def target(self, shard: ParamShard) -> nn.Parameter:
         """The tensor that the optimizer steps for `shard`: its master, if it has one."""
@@ -115,25 +115,32 @@ class MasterWeights:
         """The tensors outside the model that keep the masters."""
         return list(self.masters.values())
 
-    @torch.no_grad()
     def publish(self, shards: Iterable[ParamShard]) -> None:
-        """Round the masters of `shards` into the model; `mark_published` follows."""
-        params = [shard.param for shard in shards if shard.param in self.masters]
-        foreach_copy_(params, [self.masters[param] for param in params])
+        """Round the masters of `shards` into the model, without gradients; `mark_published` follows."""
+        held = [shard for shard in shards if shard in self.with_master]
+        if held:
+            foreach_copy_([shard.param for shard in held], [self.with_master[shard] for shard in held])
 
     def mark_published(self, shards: Iterable[ParamShard]) -> None:
         """Note that the model's weights are now the rounded masters of `shards`. (An optimizer that
         steps without gradients may also have written others: `changed` finds those.)"""
-        tensors = [self.masters.get(shard.param, shard.param) for shard in shards] + self._model_params
-        tensors = [tensor for tensor in tensors if tensor in self.stamps]
-        self.stamps.update(zip(tensors, self._stamps(tensors), strict=True))
+        if self.stamps:
+            stepped = [target for shard in shards if id(target := self._targets[shard]) in self.stamps]
+            tensors = [*stepped, *self._model_params]
+            self.stamps.update(zip(map(id, tensors), self._stamps(tensors), strict=True))
 
     def changed(self) -> set[torch.Tensor]:
         """The tensors that user code wrote since `mark_published`: masters, other tensors that are stepped in place of
         the model's, and parameters that have masters. Writes through `.data` are not seen: torch does not count them.
         """
-        now = self._stamps(list(self.stamps))
-        return {tensor for (tensor, old), new in zip(self.stamps.items(), now, strict=True) if old != new}
+        watched, then = list(self._watched.values()), list(self.stamps.values())
+        if not watched or (now := self._stamps(watched)) == then:
+            return set()
+        return {tensor for tensor, old, new in zip(watched, then, now, strict=True) if old != new}
+
+    def forget_stamps(self) -> None:
+        """Free what they keep: the memory of the tensors."""
+        self.stamps, self._watched = {}, {}
 
     def adopt(self, changed: Container[torch.Tensor]) -> list[str]:
         """Copy to the masters what user code wrote into the model, which the next `publish` would undo.
@@ -156,7 +163,7 @@ class MasterWeights:
         master = self.masters.get(tensor)  # type: ignore[call-overload]  # a buffer has none
         if master is None:
             return self.originals.value(tensor)
-        has_moved = write_stamps([master]) != [self.stamps.get(master)]
+        has_moved = write_stamps([master]) != [self.stamps.get(id(master))]
         return master.detach() if has_moved else current_values([(tensor, master)])[0]
 
     def by_name(self) -> dict[str, torch.Tensor]:

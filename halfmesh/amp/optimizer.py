@@ -262,7 +262,6 @@ class MixedPrecisionOptimizer:
         if self.publisher is not None:
             self.publisher.stepped(shards)
 
-    @torch.no_grad()
     def sync_writes(self, adopt: bool = False, waits: bool = True) -> None:
         """Copy what user code wrote into masters, or shards of weights, since the last update to the model and the
         ranks that use them. All ranks together.
@@ -276,13 +275,18 @@ class MixedPrecisionOptimizer:
         """
         masters, publisher = self.master_weights, self.publisher
         if publisher is not None:
-            publisher.follow()
-            if waits:
-                publisher.arrive()
+            with torch.no_grad():
+                publisher.follow()
+                if waits:
+                    publisher.arrive()
         changed = masters.changed()
         has_moved = bool(changed) and any(masters.target(shard) in changed for shard in masters.trained)
-        if not has_moved and not (changed and adopt):
-            return
+        if has_moved or (changed and adopt):
+            self._adopt(changed, has_moved)
+
+    @torch.no_grad()
+    def _adopt(self, changed: set[torch.Tensor], has_moved: bool) -> None:
+        masters, publisher = self.master_weights, self.publisher
         unlike = masters.adopt(changed)
         if has_moved:
             if publisher is not None:
@@ -351,6 +355,6 @@ class MixedPrecisionOptimizer:
         if self.on_close is not None and undo:
             self.on_close()
         self.on_close = None  # it refers back to this object
-        self.master_weights.stamps = {}  # they keep the memory of the tensors
+        self.master_weights.forget_stamps()
         self.stepper.close()
         self._load_hook.remove()

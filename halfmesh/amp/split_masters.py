@@ -130,7 +130,6 @@ class SplitMasters(MasterWeights):
                     self._joined.remove(memory)
                     self._split(memory) if writes else self._release(memory.params)
 
-    @torch.no_grad()
     def publish(self, shards: Iterable[ParamShard]) -> None:
         """Split all masters that are joined; `mark_published` follows."""
         while self._joined:

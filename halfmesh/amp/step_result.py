@@ -176,7 +176,8 @@ class SkipCounter:
         if not self._losses:
             return None
         fine = torch.zeros_like(self._in_a_row)
-        return torch.stack([fine if loss is None else (~loss.isfinite()).to(fine) for loss in self._losses])
+        losses = [fine if loss is None else loss.to(fine.device, non_blocking=True) for loss in self._losses]
+        return torch.stack(losses).isfinite().logical_not().to(fine)
 
     def record(self, stats: GradStats, grads: Grads, scale: Callable[[], str]) -> None:
         """Count one update that was measured, and those before it that were not.
@@ -267,7 +268,7 @@ class HostCopy:
         self._ready: torch.cuda.Event | None = None
         self._values = values
         if values and values[0].is_cuda and not is_captured(values[0].device):
-            joined = torch.stack([value.double() for value in values])
+            joined = _join(values)
             copied = torch.empty(joined.shape, dtype=joined.dtype, pin_memory=True)
             copied.copy_(joined, non_blocking=True)
             self._ready = torch.cuda.Event()
@@ -283,7 +284,12 @@ class HostCopy:
         """The values; waits for them."""
         if self._ready is not None and not self._ready.query():
             self._ready.synchronize()
-        return torch.stack([value.double() for value in self._values]).tolist() if self._values else []
+        return _join(self._values).tolist() if self._values else []
+
+
+def _join(values: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The 0-dim `values`, of any floating-point dtypes, in float64 [n]. (`stack` promotes: no launch for each.)"""
+    return torch.stack(list(values)).double()
 
 
 def is_captured(device: torch.device) -> bool:

@@ -77,8 +77,9 @@ class Stepper:
         """The settings on which the choice of an implementation depends."""
         settings: list[Any] = [vars(part).get("step") for part in self.parts]
         for group in self.optimizer.param_groups:
-            settings += [(id(param), param.stride()) for param in group["params"]]
-            settings += [bool(group.get(name)) for name in _SETTINGS]
+            settings += map(id, group["params"])
+            settings += map(torch.Tensor.stride, group["params"])
+            settings += map(bool, map(group.get, _SETTINGS))
         return settings
 
     def sync(self) -> None:
@@ -173,9 +174,10 @@ class Stepper:
         """Convert the gradients of `shards` to the dtype and strides of the tensors in the optimizer, as its kernels
         need, and free the old ones."""
         converted, sources, copies = [], [], []
+        layouts = self._masters.layouts  # of a few tensors, or none: the hash of a tensor is computed in Python
         for shard in shards:
             grad, target = grads[shard], self._masters.stepped[shard]
-            layout = self._masters.layouts.get(target, target)
+            layout = layouts.get(target, target) if layouts else target
             if grad.layout is not torch.strided:
                 grads[shard] = grad.to(target.dtype)  # these have no strides, and no fused kernels
             elif grad.dtype != target.dtype or (grad.stride() != layout.stride() and not same_strides(grad, layout)):
@@ -185,7 +187,8 @@ class Stepper:
             else:
                 continue
             converted.append(shard.param)
-        clear_grads(converted)
+        if converted:
+            clear_grads(converted)
         if copies:
             foreach_copy_(copies, sources)
 
@@ -213,33 +216,36 @@ class Stepper:
             if target.grad is not grad:
                 target.grad = grad
         groups, fuses_unscale = self.optimizer.param_groups, self.fuses_unscale
+        is_in_graph = is_captured(self._device)
         if divisor is not None and (divisor.dtype == torch.float64 or not fuses_unscale):
             for device in {grad.device for grad in grads}:
                 foreach_mul_([grad for grad in grads if grad.device == device], (1 / divisor).to(device))
             divisor = None
         before: list[dict[str, Any]] = [
-            {key: group[key] for key in ("params", "capturable") if key in group} for group in groups
+            {key: group[key] for key in ("params", "capturable") if key in group}
+            for group in (groups if bucketed or is_in_graph else ())
         ]
         if bucketed:
             ids = set(map(id, targets))
             for group in groups:
                 group["params"] = [param for param in group["params"] if id(param) in ids]
-        if is_captured(self._device):  # torch refuses fused groups in a capture, though their kernels can; and if they
+        if is_in_graph:  # torch refuses fused groups in a capture, though their kernels can; and if they
             for group in groups:  # kept the setting, it would warn in each ordinary step
                 if group.get("fused") and "capturable" in group:
                     group["capturable"] = True
+        told = self.parts if fuses_unscale and not (divisor is None and found_inf is None) else []
         self._stepping = True
         try:
-            for part in self.parts if fuses_unscale else ():
+            for part in told:
                 vars(part).update(grad_scale=divisor, found_inf=found_inf)
+            for part in self.parts if fuses_unscale else ():
                 _seed_momentum(part)
             with self.scope():
                 self.optimizer.step()
         finally:
             self._stepping = False
-            for part in self.parts:
-                vars(part).pop("grad_scale", None)
-                vars(part).pop("found_inf", None)
+            for part in told:
+                del vars(part)["grad_scale"], vars(part)["found_inf"]
             for group, settings in zip(groups, before, strict=False):
                 group.update(settings)
             for target in targets:
@@ -273,8 +279,8 @@ def _has_own_step(optimizer: optim.Optimizer) -> bool:
 def _seed_momentum(optimizer: optim.Optimizer) -> None:
     """Give the parameters with a gradient a momentum of zeros where fused SGD steps them for the first time.
 
-    torch leaves it uninitialised where that step is skipped, and uses it in the next. Zeros are exact if `dampening`
-    is 0.
+    torch leaves it uninitialised where that step is skipped, and uses it in the next; and it fails where only some have
+    one. Zeros are exact if `dampening` is 0.
     """
     if type(optimizer) is optim.SGD and any(group["momentum"] != 0 for group in optimizer.param_groups):
         for param in (param for group in optimizer.param_groups for param in group["params"]):

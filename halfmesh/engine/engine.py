@@ -121,8 +121,12 @@ class Engine(MixedPrecisionState):
         self._update.sync_writes(waits=False)
         for told in self._hooks.calls["before_forward"]:
             told(method, args, kwargs)
-        with self._explained(), self._guard:
-            return function(*args, **kwargs)
+        try:
+            with self._guard:
+                return function(*args, **kwargs)
+        except RuntimeError as error:
+            self._explain(error)
+            raise
 
     def criterion(self, *args: Any, **kwargs: Any) -> Any:
         """The criterion's value for these arguments, in the config's precision.
@@ -132,11 +136,14 @@ class Engine(MixedPrecisionState):
         """
         if self._criterion.function is None:
             raise InputError("no criterion was given to initialize; pass one, or compute the loss in the loop")
-        with self._explained():
+        try:
             function: Any = self._criterion.function
             if (axis := self._parallel.sequences) is not None:
                 function, args, kwargs = axis.criterion_call(function, args, kwargs, sequences_of((args, kwargs)))
             return self._executor.criterion(function, *args, **kwargs)
+        except RuntimeError as error:
+            self._explain(error)
+            raise
 
     def backward(self, loss: Any, loss_id: int = 0, *, retain_graph: bool = False) -> None:
         """Add the gradients of `loss`, a scalar tensor (or (sum, weight) with `loss_reduction="weighted"`).
@@ -159,8 +166,12 @@ class Engine(MixedPrecisionState):
             sequences.check_loss(loss)
         loader = self._dataloader
         is_last_batch = loader is not None and loader.at_end
-        with self._explained(), nullcontext() if sequences is None else sequences.mode:
-            self._accumulation.backward(loss, is_last_batch, retain_graph, loss_id, self._pipeline)
+        try:
+            with nullcontext() if sequences is None else sequences.mode:
+                self._accumulation.backward(loss, is_last_batch, retain_graph, loss_id, self._pipeline)
+        except RuntimeError as error:
+            self._explain(error)
+            raise
         for told in self._hooks.calls["after_backward"]:
             told(loss)
         if loader is not None:
@@ -203,8 +214,10 @@ class Engine(MixedPrecisionState):
         if not updates:
             return None
         try:
-            with self._explained(in_step=True):
-                result = accumulation.step()
+            result = accumulation.step()
+        except torch.OutOfMemoryError as error:
+            self._explain(error)
+            raise
         except NonFiniteError as error:
             self._probes.explain(error)
             raise
@@ -612,22 +625,16 @@ class Engine(MixedPrecisionState):
             self._accumulation.reject_averaged(call)
         self.context.agree_on_call(call.removesuffix("()"))
 
-    @contextmanager
-    def _explained(self, in_step: bool = False) -> Iterator[None]:
-        """A scope that raises InputError for a known error of torch in forward or backward, or adds to what it says."""
-        try:
-            yield
-        except torch.OutOfMemoryError as error:
+    def _explain(self, error: RuntimeError) -> None:
+        """Add to what a known error of torch says, or raise InputError for it."""
+        if isinstance(error, torch.OutOfMemoryError):
             error.add_note(
                 f"This engine needs {self.plan.rows['memory']}. `halfmesh plan` finds the simplest changes of the "
                 "config that need less, without a GPU"
             )
-            raise
-        except RuntimeError as error:
-            if not in_step:
-                self._parallel.explain(error)
-                self._precision.explain(self.model, error)
-            raise
+        else:
+            self._parallel.explain(error)
+            self._precision.explain(self.model, error)
 
 
 def _required(loader: EngineDataLoader | None, name: str) -> EngineDataLoader:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import compress
+from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
     from ..checkpoint.state import ShardedState
 
 _log = get_logger(__name__)
+
+_Grads = list[torch.Tensor | None]
+_Stamps = tuple[list[int], list[float]]
 
 _ALIKE = "freeze and unfreeze the same parameters on every rank; if at random, with the same seed on all ranks"
 
@@ -94,7 +98,8 @@ class GradientGuard:
         self._ranks = None if sharded else (0,)  # that tell of what they have
         self._looks = _LOOKS
         self._told: set[str] = set()
-        self._noted: list[tuple[torch.Tensor | None, tuple[int, float]]] = []  # by the last backward
+        self._noted: _Grads = []  # the gradients of the last backward
+        self._stamps: _Stamps = [], []
         held = () if update.recipe.param_dtype is not None else self._masters.shards
         used = [(s.name, (s.source or s).param) for s in held]  # by the model, where it is frozen and unfrozen
         self._narrow = [(name, p) for name, p in used if p.dtype not in trainable_dtypes(update.recipe)]  # in half
@@ -131,8 +136,8 @@ class GradientGuard:
 
     def after_backward(self) -> None:
         """Note the gradients, after the reduction if this was the last backward."""
-        grads = [shard.param.grad for shard in self._masters.receivers]
-        self._noted = list(zip(grads, self._stamps(grads), strict=True))
+        self._noted = [shard.param.grad for shard in self._masters.receivers]
+        self._stamps = self._stamp(self._noted)
 
     def forget(self) -> None:
         """Forget the gradients: they were used or cleared."""
@@ -147,14 +152,25 @@ class GradientGuard:
         Raises:
             InputError: all of them are gone.
         """
-        noted = self._noted
+        noted, then = self._noted, self._stamps
         if not noted:
             return
-        shards, now = self._masters.trained, [shard.param.grad for shard in self._masters.receivers]
-        if all(grad is None for grad in now) and any(grad is not None for grad, _ in noted):
+        now = [shard.param.grad for shard in self._masters.receivers]
+        stamps = self._stamp(now)
+        if stamps != then or not all(map(is_, noted, now)):
+            self._find_changes(noted, then, now, stamps, divisor)
+        self._noted = []
+        if divisor is not None and self._looks:
+            self._looks -= all(0 <= norm < sys.float_info.max for norm in stamps[1])
+
+    def _find_changes(
+        self, noted: _Grads, then: _Stamps, now: _Grads, stamps: _Stamps, divisor: float | torch.Tensor | None
+    ) -> None:
+        if all(grad is None for grad in now) and any(grad is not None for grad in noted):
             raise InputError(_VANISHED)
-        names, self._noted, stamps = [], [], self._stamps(now)
-        for shard, (old, old_stamp), new, stamp in zip(shards, noted, now, stamps, strict=True):
+        names = []
+        rows = zip(self._masters.trained, noted, now, zip(*then, strict=True), zip(*stamps, strict=True), strict=True)
+        for shard, old, new, old_stamp, stamp in rows:
             if new is old and stamp == old_stamp:
                 continue
             if new is not None:
@@ -162,8 +178,6 @@ class GradientGuard:
             is_reduced = shard.param.grad is not None or old is None  # else the written gradient is still to be summed
             if shard.source is not None and is_reduced and (new is not old or stamp[0] != old_stamp[0]):
                 shard.rebind_grad()
-        if divisor is not None and self._looks:
-            self._looks -= all(0 <= norm < sys.float_info.max for _, norm in stamps)
         is_divided = isinstance(divisor, torch.Tensor) or divisor not in (None, 1)
         if names and self._tells and (self._why is not _UNDIVIDED or is_divided):
             self._tell(_CHANGED, shorten(names), str(self._why))
@@ -172,15 +186,17 @@ class GradientGuard:
     def _tells(self) -> bool:
         return self._why is not None and not self._update.is_unscaled
 
-    def _stamps(self, grads: Sequence[torch.Tensor | None]) -> list[tuple[int, float]]:
+    def _stamp(self, grads: _Grads) -> _Stamps:
         """The versions of `grads` and, in the first updates, their norms (for which the host waits)."""
-        plain: dict[int, torch.Tensor] = {}
+        if self._why is None:  # they may be changed
+            return [0] * len(grads), [0.0] * len(grads)
+        sizes = [0.0] * len(grads)
         if self._looks and self._tells and not is_captured(self._update.device):
             given = enumerate(grads)
             plain = {i: grad for i, grad in given if type(grad) is torch.Tensor and grad.layout is torch.strided}
-        found = norms(plain.values(), self._update.device).tolist() if plain else ()
-        sizes = dict(zip(plain, found, strict=True))
-        return [(count, sizes.get(i, 0.0)) for i, count in enumerate(versions(grads))]
+            for i, size in zip(plain, norms(plain.values(), self._update.device).tolist(), strict=True):
+                sizes[i] = size
+        return versions(grads), sizes
 
     def _tell(self, text: str, *details: str) -> None:
         if text not in self._told:

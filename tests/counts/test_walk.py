@@ -61,7 +61,7 @@ def walks(rank, world_size, config):
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    ("config", "limits"), [(CONFIG, (53, 16, 261)), (PIPELINE, (57, 23, 350))], ids=["naive", "pipeline"]
+    ("config", "limits"), [(CONFIG, (53, 16, 246)), (PIPELINE, (57, 23, 334))], ids=["naive", "pipeline"]
 )
 def test_a_step_walks_through_few_files(config, limits):
     """Files that `initialize` enters, files that an update enters, and its calls. The limits may only fall."""
