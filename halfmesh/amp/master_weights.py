@@ -133,8 +133,11 @@ class MasterWeights:
         """The tensors that user code wrote since `mark_published`: masters, other tensors that are stepped in place of
         the model's, and parameters that have masters. Writes through `.data` are not seen: torch does not count them.
         """
+        if not self._watched:
+            return set()
         watched, then = list(self._watched.values()), list(self.stamps.values())
-        if not watched or (now := self._stamps(watched)) == then:
+        now = self._stamps(watched)
+        if now == then:
             return set()
         return {tensor for tensor, old, new in zip(watched, then, now, strict=True) if old != new}
 

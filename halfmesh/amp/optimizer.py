@@ -196,7 +196,7 @@ class MixedPrecisionOptimizer:
         buckets = self.stepper.buckets(grads, self.publisher is not None)
         wants_norm = max_norm > 0 or self._needs_norm
         measured = grads
-        if any(grad.layout is not torch.strided for grad in grads.values()):
+        if {grad.layout for grad in grads.values()} - {torch.strided}:
             self.stepper.avoid_fused()
             if not wants_norm:
                 measured = {shard: grad for shard, grad in grads.items() if grad.layout is torch.strided}

@@ -161,7 +161,7 @@ class SkipCounter:
         if self._known > 0 or len(self._losses) + 1 >= self.limit:
             return True
         self._losses.append(self._loss)
-        if is_captured(self._counts.device):
+        if self._late and is_captured(self._counts.device):
             return False
         if self._is_time(len(self._losses)):
             self._newest_losses = HostCopy([loss for loss in self._losses[-_LOOK_EVERY:] if loss is not None])

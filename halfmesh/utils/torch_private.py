@@ -117,7 +117,10 @@ def without_observers() -> Iterator[None]:
 def versions(tensors: Sequence[torch.Tensor | None]) -> list[int]:
     """The number of in-place writes to each tensor; 0 for None, and if torch does not count (inference mode)."""
     with without_subclasses():  # it reads no values
-        return [0 if tensor is None or tensor.is_inference() else tensor._version for tensor in tensors]
+        try:
+            return [0 if tensor is None else tensor._version for tensor in tensors]
+        except RuntimeError:  # some are of inference mode
+            return [0 if tensor is None or tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 def edit_stamp(tensor: torch.Tensor) -> tuple[int, int]:
