@@ -111,7 +111,7 @@ NORM_AND_SCALE = {
 FIT = "        if bucketed or not self._masters.masters:  # else they fit already\n"
 LAST = "torch.distributed.get_rank() == torch.distributed.get_world_size() - 1"
 MERGE = "            self.loss_scales.merge_grads(loss_id, self.master_weights.receivers)\n"
-INTO_MODEL = "foreach_copy_(params, [self.masters[param] for param in params])\n"
+INTO_MODEL = "foreach_copy_([shard.param for shard in held], [self.with_master[shard] for shard in held])\n"
 
 
 def not_stepped(condition: str) -> Text:
@@ -147,7 +147,7 @@ WEIGHTS = {
         In(At.NAIVE_BF16, "update *"),
     ),
     "Masters are rounded into the model by a launch each": (
-        Text(MASTER, INTO_MODEL, "[param.copy_(self.masters[param]) for param in params]\n"),
+        Text(MASTER, INTO_MODEL, "[shard.param.copy_(self.with_master[shard]) for shard in held]\n"),
         "tests/counts/test_launches.py::test_launches_do_not_grow_with_the_parameters[zeros]",
     ),
     "What others write into the model is lost under masters": (
