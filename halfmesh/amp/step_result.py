@@ -176,7 +176,7 @@ class SkipCounter:
         if not self._losses:
             return None
         fine = torch.zeros_like(self._in_a_row)
-        losses = [fine if loss is None else loss.to(fine.device, non_blocking=True) for loss in self._losses]
+        losses = [fine if loss is None else loss.to(fine.device) for loss in self._losses]
         return torch.stack(losses).isfinite().logical_not().to(fine)
 
     def record(self, stats: GradStats, grads: Grads, scale: Callable[[], str]) -> None:
