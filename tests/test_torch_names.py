@@ -103,6 +103,9 @@ def test_edit_stamps_see_every_kind_of_edit():
     param.sum().backward()
     param.grad = None
     assert _torch.edit_stamp(param) == stamps[-1]
+    with torch.inference_mode():
+        uncounted = torch.ones(3)
+    assert _torch.versions([None, uncounted, torch.ones(3).add_(1)]) == [0, 0, 1]
 
 
 def test_tensors_without_memory():

@@ -166,6 +166,7 @@ class GradientGuard:
     def _find_changes(
         self, noted: _Grads, then: _Stamps, now: _Grads, stamps: _Stamps, divisor: float | torch.Tensor | None
     ) -> None:
+        """Look at each gradient, as something has changed between `noted` and `now`, or their stamps."""
         if all(grad is None for grad in now) and any(grad is not None for grad in noted):
             raise InputError(_VANISHED)
         names = []
