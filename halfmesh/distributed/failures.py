@@ -68,7 +68,7 @@ class FailureWatch:
         self._pid = os.getpid()
         self._previous_hook = sys.excepthook
         # Processes of multiprocessing call this, and nothing that is registered with atexit.
-        multiprocessing.util.Finalize(None, self._on_exit, exitpriority=0)
+        self._at_exit = multiprocessing.util.Finalize(None, self._on_exit, exitpriority=0)
         self._thread = threading.Thread(target=self._watch, daemon=True, name="halfmesh failure watch")
         self._thread.start()
 
@@ -96,6 +96,8 @@ class FailureWatch:
     def remove(self) -> None:
         """Stop: this rank does not need the others any more. A hook that was installed on top of this one stays."""
         self._end("ended")
+        if self._host != self._rank and not self._thread.is_alive():  # nothing is left to do at exit
+            self._at_exit.cancel()  # which would keep this, and its connection
         if sys.excepthook == self._on_error:
             sys.excepthook = self._previous_hook
 
@@ -209,8 +211,9 @@ class FailureWatch:
                 if self._host is None or self._told.get(self._host) == "ended":
                     return
                 break
-            engines, limit = list(self._engines.items()), DUMP_AT * self._timeout_s
-            training = [progress.global_step for engine, progress in engines if engine.model.training]
+            # The engines get no name here, which would keep them until the next pass, and so for ever.
+            training = [each.global_step for engine, each in list(self._engines.items()) if engine.model.training]
+            limit = DUMP_AT * self._timeout_s
             if training != steps or not training:
                 steps, since = training, time.monotonic()
             is_late = time.monotonic() > since + limit

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import signal
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 
 import pytest
 import torch.distributed as dist
+from torch import nn
 
 from halfmesh.distributed.env import RankNames
 from halfmesh.distributed.failures import FailureWatch
@@ -151,6 +154,13 @@ def test_ranks_that_start_again_meet_though_one_ended_before_it_counted():
     watches = [FailureWatch(store, rank, names, None, 5.0) for rank in range(2)]
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(FailureWatch.meet, watches)) == [None, None]
+    seen, freed, engine = Event(), Event(), nn.Module()
+    engine.model = nn.Module()
+    watches[0].watch(engine, type("Progress", (), {"calls": 0, "global_step": property(lambda _: seen.set())})())
+    assert seen.wait(LIMIT_S)
+    weakref.finalize(engine, freed.set)
+    del engine
+    assert freed.wait(LIMIT_S), "a watch does not keep an engine"
     for watch in watches:
         watch.remove()
 
