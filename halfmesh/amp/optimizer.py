@@ -45,6 +45,7 @@ class MixedPrecisionOptimizer:
         found_inf: 1.0 if the last update was skipped, else 0.0 (0-dim fp32, on the device). None: it cannot be skipped.
         has_gradients: True if a backward of the next update has begun.
         is_unscaled: True if its gradients are already divided.
+        widens: the half-precision gradients of several backwards are added in fp32.
         on_close: undoes the conversion of the model, in `close`.
 
     Raises:
@@ -77,6 +78,7 @@ class MixedPrecisionOptimizer:
         self.publisher = publisher
         self.on_close: Callable[[], None] | None = None
         self.has_gradients = self.is_unscaled = False
+        self.widens = recipe.wide_gradients or options.wide_gradients
         self._held_inf: torch.Tensor | None = None  # as `found_inf`, of the gradients when they were unscaled
         self._ranks = ranks
         # The largest norm of the next update, and the norm before clipping, if that is of all of its gradients.
@@ -119,7 +121,7 @@ class MixedPrecisionOptimizer:
         receivers = self.master_weights.receivers
         if self.loss_scales.several:
             self.loss_scales.stash_grads(receivers)
-        elif self.recipe.wide_gradients or self.options.wide_gradients:
+        elif self.widens:
             widen_grads([shard.param for shard in receivers])
 
     def after_backward(self, loss_id: int = 0) -> None:
@@ -171,9 +173,7 @@ class MixedPrecisionOptimizer:
         self.is_unscaled = True
         widen_grads([shard.param for shard in grads])
         if total is not None:
-            held = list(self.gradients().values())
-            for device in {grad.device for grad in held}:
-                foreach_mul_([grad for grad in held if grad.device == device], (1 / total).to(device))
+            foreach_mul_(list(self.gradients().values()), 1 / total)
 
     @torch.no_grad()
     def step(self, divisor: float | torch.Tensor = 1.0) -> StepResult:
@@ -307,14 +307,14 @@ class MixedPrecisionOptimizer:
             self.publisher.finish()
             self.publisher.arrive()
 
-    def follow_groups(self) -> None:
-        """Follow the optimizer's groups, if they have changed: parameters added or removed, or settings that decide the
-        implementation.
+    def follow_groups(self, params_only: bool = False) -> None:
+        """Follow the optimizer's groups, if they have changed: parameters added or removed or, unless `params_only`,
+        settings that decide the implementation.
 
         Raises:
             InputError: parameters were added between backward and step: their gradients would not be reduced.
         """
-        if self.stepper.changed():
+        if self.stepper.changed(params_only):
             self._sync_groups()
 
     def _sync_groups(self) -> None:

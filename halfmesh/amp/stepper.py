@@ -69,12 +69,18 @@ class Stepper:
 
     # -- the implementation ------------------------------------------------------------------------------------
 
-    def changed(self) -> bool:
-        """Return True if the groups hold other parameters or settings than at the last `sync`."""
-        return self._settings != self._find_settings()
+    def changed(self, params_only: bool = False) -> bool:
+        """Return True if the groups hold other parameters than at the last `sync` or, unless `params_only`, others on
+        which the choice of an implementation depends."""
+        return self._params != self._find_params() if params_only else self._settings != self._find_settings()
+
+    def _find_params(self) -> list[int]:
+        found: list[int] = []
+        for group in self.optimizer.param_groups:
+            found += map(id, group["params"])
+        return found
 
     def _find_settings(self) -> list[Any]:
-        """The settings on which the choice of an implementation depends."""
         settings: list[Any] = [vars(part).get("step") for part in self.parts]
         for group in self.optimizer.param_groups:
             settings += map(id, group["params"])
@@ -103,7 +109,7 @@ class Stepper:
         self.takes_grad_scale = all(
             (*known.values(), *exact.values(), *(group.get("fused") for group in groups.values()))
         )
-        self._settings = self._find_settings()
+        self._params, self._settings = self._find_params(), self._find_settings()
         dtypes = {target.dtype for target in self._masters.stepped.values()}
         self.divides_in = torch.float64 if torch.float64 in dtypes else torch.float32
 
@@ -218,8 +224,7 @@ class Stepper:
         groups, fuses_unscale = self.optimizer.param_groups, self.fuses_unscale
         is_in_graph = is_captured(self._device)
         if divisor is not None and (divisor.dtype == torch.float64 or not fuses_unscale):
-            for device in {grad.device for grad in grads}:
-                foreach_mul_([grad for grad in grads if grad.device == device], (1 / divisor).to(device))
+            foreach_mul_(grads, 1 / divisor)
             divisor = None
         before: list[dict[str, Any]] = [
             {key: group[key] for key in ("params", "capturable") if key in group}

@@ -95,7 +95,7 @@ class Accumulation:
                 self.add_weight(weight)
         else:
             loss = pipeline.check(loss)
-        update.follow_groups()
+        update.follow_groups(params_only=True)
         self._guard.before_backward()
         self.is_last_batch = is_last_batch
         self.is_last_microbatch = is_last_batch or self._ends_here or self.index + 1 >= self.length

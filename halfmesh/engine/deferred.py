@@ -17,7 +17,7 @@ from ..parallel.comm import same_on_ranks
 from ..parallel.mesh import ParallelContext
 from ..utils.optimizer_state import kinds_of
 from ..utils.tensors import map_tensors, replace_data, tensors_of
-from ..utils.torch_private import has_grad_hooks, in_shapes_only
+from ..utils.torch_private import grad_hooks, in_shapes_only
 from .recording import Recording, View, default_dtype, recording_of
 
 _MARK = "_halfmesh_recorded"
@@ -111,7 +111,7 @@ def convert_to_meta(model: nn.Module, optimizer: Any, undo: ExitStack) -> None:
             f"model: {shorten(shared)} were made under deferred_init and share one memory; make each a separate "
             "parameter, or build the model without deferred_init"
         )
-    if hooked := [name for name, (tensor, _) in ours.items() if has_grad_hooks(tensor)]:
+    if hooked := [name for name, (tensor, _) in ours.items() if grad_hooks(tensor)]:
         raise InputError(
             f"model: {shorten(hooked)} were made under deferred_init and have gradient hooks, which would be lost; "
             "register them after initialize"

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..amp.loss_scaler import widen_grads
 from ..amp.precision import cast_model
 from ..amp.recipe import HALF
 from ..errors import InputError
@@ -70,6 +71,7 @@ class PipelineExecutor:
         params = parallel_model.axes["pipeline"]
         assert isinstance(params, StageParameters)
         self._precision, self._update = self._accumulation.precision, self._accumulation.update
+        self._widen = widen_grads if self._update.widens else None
         recipe = self._update.recipe
         cast_model(params.meta_model, recipe)
         sent = recipe.compute_dtype if recipe.autocast and options.send_dtype == "compute" else None
@@ -171,7 +173,7 @@ class PipelineExecutor:
         if self._data.shards_model:
             self._data.keep_gathered(True)
         with self._scope():
-            self._pipeline.train(forward.calls, forward.known, finish, on_last)
+            self._pipeline.train(forward.calls, forward.known, finish, on_last, self._widen)
         self._update.after_backward(loss_id)
         self._send_loss(loss, last, forward)
         if last.keeps_outputs:

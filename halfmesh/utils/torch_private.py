@@ -25,9 +25,10 @@ RUNNING_STATISTICS = (*BATCH_NORMS, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.Ins
 
 
 def foreach_mul_(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
-    """Multiply each tensor in place by the 0-dim `factor` on the same device; half precision rounds once.
+    """Multiply each tensor in place by the 0-dim `factor`; half precision rounds once.
 
-    One launch for all tensors of a dtype, and no host read. `Tensor._version` does not count it.
+    One launch for all tensors of a dtype, and no host read; on other devices than that of `factor` with a copy of it.
+    `Tensor._version` does not count it.
 
     Args:
         factor: fp32; or float64: tensors in float64 are then multiplied in float64, by a launch each that counts as a
@@ -35,16 +36,17 @@ def foreach_mul_(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
     """
     # torch._foreach_mul_ rounds a 0-dim CUDA factor to the tensors' dtype first: 1/3 to 0.334 in bf16, 2**-26 to 0 in
     # fp16. GradScaler's kernel does not.
-    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for tensor in tensors:
-        by_dtype.setdefault(tensor.dtype, []).append(tensor)
+        by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)
     narrow = factor.float()
-    for dtype, same in by_dtype.items():
+    for (dtype, device), same in by_kind.items():
         if dtype == factor.dtype == torch.float64:
             for tensor in same:
-                tensor.mul_(factor)
+                tensor.mul_(factor.to(device))
         else:
-            torch._amp_foreach_non_finite_check_and_unscale_(same, torch.zeros_like(narrow), narrow)
+            here = narrow.to(device)
+            torch._amp_foreach_non_finite_check_and_unscale_(same, torch.zeros_like(here), here)
 
 
 def foreach_copy_(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
@@ -149,11 +151,6 @@ def grad_hooks(given: torch.Tensor | nn.Module) -> list[Any]:
     """The hooks that run when a tensor gets a gradient, or in the backward of a module."""
     others = [getattr(given, name, None) for name in ("_backward_pre_hooks", "_post_accumulate_grad_hooks")]
     return [hook for hooks in (given._backward_hooks, *others) for hook in (hooks or {}).values()]
-
-
-def has_grad_hooks(tensor: torch.Tensor) -> bool:
-    """Return True if hooks run when `tensor` gets a gradient."""
-    return bool(grad_hooks(tensor))
 
 
 def call_hooks(module: nn.Module) -> list[Any]:

@@ -8,7 +8,7 @@ from torch import nn
 
 from halfmesh import ConfigError, NonFiniteError
 from tests.support.models import adamw, full_weights, make_data, make_engine, make_loader, reference, train
-from tests.support.ranks import run_ranks
+from tests.support.ranks import here, run_ranks
 
 SMALL = {"initial_scale": 64.0}
 
@@ -76,6 +76,21 @@ def test_gradient_dtype(dtype, expected):
         engine.backward(engine.criterion(engine(torch.full((1, 1), 512.0 if step == 0 else 1.0))))
         assert (engine.step() is None) == (step < 63)
     assert before - full_weights(engine)["weight"].item() == pytest.approx(expected)
+
+
+def summed_in_stages(rank, world_size):
+    """The gradient of this stage's weight: of 64 microbatches the mean of 512 and many times 1."""
+    model, config = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)), {"bf16": {"mode": "naive"}}
+    nn.init.ones_(model[0].weight), nn.init.ones_(model[1].weight)
+    config |= {"gradient_dtype": "float32", "parallel": {"pipeline": {"size": 2, "microbatches": 64}}}
+    engine = make_engine(config, model=model, criterion=torch.mean, loader=make_loader(64, 64))
+    x = torch.tensor([[512.0]] + [[1.0]] * 63)
+    engine.backward(engine.criterion(engine(here(x))))
+    return engine.model[rank].weight.grad.item()
+
+
+def test_gradient_dtype_of_microbatches():
+    assert run_ranks(summed_in_stages, 2) == [pytest.approx(575 / 64)] * 2
 
 
 def test_fused_on_nonfinite_track_grad_norm_and_log_num_zeros_in_grad():

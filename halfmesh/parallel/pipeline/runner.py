@@ -20,7 +20,7 @@ from ..trial import meta_copy, run_without_data
 from .axis import StageParameters
 from .partition import Call, plain_attributes, plain_values, signature_of
 from .schedules import TorchSchedule, forward_order
-from .stage import Batch, ForwardContext, Stage, StageModule, on_wire, pack, restore
+from .stage import Batch, ForwardContext, Stage, StageModule, Widen, on_wire, pack, restore
 
 _MOST_SHAPES = 64
 """Metadata and schedules, which hold no memory of the device, are kept for this many shapes of batches."""
@@ -182,7 +182,12 @@ class Pipeline:
         return f"{training} {plain_values(self._traced)}" if self._traced else training
 
     def train(
-        self, calls: Sequence[Call], known: CallMetadata, finish: Callable[[Any, int], torch.Tensor], on_last: OnLast
+        self,
+        calls: Sequence[Call],
+        known: CallMetadata,
+        finish: Callable[[Any, int], torch.Tensor],
+        on_last: OnLast,
+        widen: Widen | None,
     ) -> None:
         """Run forward and backward of all microbatches, and add the gradients to those of the parameters.
 
@@ -190,6 +195,7 @@ class Pipeline:
             calls: the microbatches, of one shape.
             known: the result of `look_up` for one of them; the model's modes have not changed since.
             finish: called as finish(output, index) on the last stage; returns the 0-dim loss for backward.
+            widen: called with a stage's parameters before each of its backwards.
         """
         schedule = known.schedules.get(len(calls))
         if schedule is None:
@@ -203,7 +209,7 @@ class Pipeline:
 
         with self._one_batch():
             for module in self.stages:
-                module.batch = Batch(calls, finish, begin_last, known.stages)
+                module.batch = Batch(calls, finish, begin_last, widen, known.stages)
             try:
                 schedule.step(**{"index": numbers} | ({"target": numbers} if self.has_last else {}))
             except RuntimeError as error:

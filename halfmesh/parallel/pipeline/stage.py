@@ -27,6 +27,7 @@ from ...utils.torch_private import has_no_memory, in_shapes_only
 from .partition import Call, Piece
 
 Scope = Callable[[], AbstractContextManager[Any]]
+Widen = Callable[[Sequence[nn.Parameter]], None]
 
 
 @dataclass
@@ -54,12 +55,14 @@ class Batch:
         calls: one for each microbatch.
         finish: called as finish(output, index) on the last stage; returns the 0-dim loss for backward.
         begin_last: called with the stage before its last backward, so that gradients can be reduced while that runs.
+        widen: called with the stage's parameters before each backward, to add to their gradients in another dtype.
         metadata: each stage's output.
     """
 
     calls: Sequence[Call]
     finish: Callable[[Any, int], torch.Tensor]
     begin_last: Callable[[StageModule], None]
+    widen: Widen | None
     metadata: Sequence[Any] = field(repr=False)
 
 
@@ -168,8 +171,11 @@ class Stage(PipelineStage):
             buffer.data = buffer.new_empty(0)  # the losses keep their graphs, and so this leaf, until the step ends
 
     def backward_maybe_with_nosync(self, backward_type: Any, bwd_kwargs: Any, last_backward: bool = False) -> Any:
+        batch = self.submod.batch
+        if batch.widen is not None:
+            batch.widen(self.submod.params)
         if last_backward:
-            self.submod.batch.begin_last(self.submod)
+            batch.begin_last(self.submod)
         return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward=last_backward)
 
 

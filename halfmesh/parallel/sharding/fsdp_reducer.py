@@ -11,7 +11,7 @@ from torch import nn
 
 from ...errors import InputError, shorten
 from ...utils.param_shard import ParamShard
-from ...utils.torch_private import has_grad_hooks
+from ...utils.torch_private import grad_hooks
 from ..buckets import all_reduce
 from ..data_strategy import UNFINISHED, WithheldGradient
 from ..reducer import Buffers, Reducer
@@ -38,7 +38,7 @@ class FSDPReducer(Reducer):
         self._sharded = strategy.sharded
         self._withholds = withholds
         self._given = [(shard, shard.model_param.requires_grad) for shard, _ in self._sharded]
-        self._hooked = [shard.name for shard, _ in self._sharded if has_grad_hooks(shard.model_param)]
+        self._hooked = [shard.name for shard, _ in self._sharded if grad_hooks(shard.model_param)]
         self._used: set[int] = set()  # ids of shards whose parameters got a gradient on this rank
         watch_grads(strategy.units, strategy.slots, self._used)
         self._is_broken = False
@@ -83,7 +83,7 @@ class FSDPReducer(Reducer):
 
     def _reject_lost_changes(self) -> None:
         """Raise InputError for changes of the original parameters, which FSDP2 has replaced and does not notice."""
-        if hooked := self._hooked + [shard.name for shard, weight in self._sharded if has_grad_hooks(weight)]:
+        if hooked := self._hooked + [shard.name for shard, weight in self._sharded if grad_hooks(weight)]:
             raise InputError(f"FSDP2 never calls the hooks on the gradient of {shorten(hooked)}; use data='zero1'")
         if frozen := [shard.name for shard, trained in self._given if shard.model_param.requires_grad != trained]:
             raise InputError(f"requires_grad of {shorten(frozen)} was changed; under fsdp change that of engine.model")
@@ -118,7 +118,6 @@ class FSDPReducer(Reducer):
             InputError: FSDP2 has not summed a gradient.
         """
         lost = []
-        weight: Any
         given = zip(self._sharded, self._factors, counts, strict=True)
         for index, ((shard, weight), factor, count) in enumerate(given):
             if weight.grad is not None and count:

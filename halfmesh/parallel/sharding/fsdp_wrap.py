@@ -16,7 +16,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 
 from ...utils.param_shard import ParamShard
-from ...utils.torch_private import has_grad_hooks, reduce_scatter, with_memory
+from ...utils.torch_private import grad_hooks, reduce_scatter, with_memory
 from ..mesh import ParallelContext
 
 Slot = tuple[nn.Module, str]
@@ -149,7 +149,7 @@ def watch_grads(units: Sequence[Any], slots: Mapping[Slot, ParamShard], used: se
         for module in unit.modules():
             for name, param in module.named_parameters(recurse=False):
                 shard = slots.get((module, name))
-                if shard is None or isinstance(param, DTensor) or has_grad_hooks(param):
+                if shard is None or isinstance(param, DTensor) or grad_hooks(param):
                     continue
                 trained = param.requires_grad
                 param.requires_grad_(True)  # also for those that are unfrozen later
@@ -183,7 +183,7 @@ class CastGather:
         self._largest = torch.empty(0)
         self.attach()
 
-    def attach(self, *_: Any) -> None:
+    def attach(self) -> None:
         """Before a forward. Set the shards' attributes: again after `model.to(device)`, even to the same one, which
         replaces them."""
         self.is_stale = True
