@@ -44,7 +44,7 @@ class Precision:
         self.recipe = recipe
         self.device = device
         self.casts = CastTable() if recipe.cast_lists == "apex" else None
-        self._names: dict[str | None, Sequence[str]] = {}  # arguments of the model's forward (None) and other methods
+        self._names: dict[Any, Sequence[str]] = {}  # arguments by method, or by the class of a module that is called
 
     def find_problem(self) -> str | None:
         """Return the reason why it cannot work on the device, or None. Called before halfmesh changes anything."""
@@ -100,7 +100,7 @@ class Precision:
         dtype, keep = self.recipe.param_dtype, self.recipe.keep_fp32 or ()
         if dtype is None:
             return args, kwargs
-        method = getattr(model, "__qualname__", None)
+        method = getattr(model, "__qualname__", type(model))
         is_first = method not in self._names
         if is_first:
             self._names[method] = parameter_names(model)

@@ -39,8 +39,10 @@ def naive(key="bf16", **keys):
 
 @pytest.mark.parametrize("pattern", ["t*", "batch.t", "batch"])
 def test_arguments_that_are_kept(pattern):
+    """Also by position, after a call of a module, which has other ones."""
     engine = start(model := Denoiser(), naive(keep_fp32=[pattern]))
-    engine(torch.randn(3, 8), **({"t": TIMES} if pattern == "t*" else {"batch": {"t": TIMES}}))
+    engine.call("a", x := torch.randn(3, 8))
+    engine(x, *((TIMES,) if pattern == "t*" else (None, {"t": TIMES})))
     assert torch.equal(model.got, TIMES)
     engine.close()
 

@@ -275,11 +275,10 @@ class FSDP(DataStrategy):
 
     def method(self, model: nn.Module, name: str) -> Callable[..., Any]:
         inner = getattr(model, name)
-        inner = inner.__call__ if isinstance(inner, nn.Module) else inner
 
-        @wraps(inner)
+        @wraps(getattr(inner, "forward", inner))  # for the names of its arguments
         def call(*args: Any, **kwargs: Any) -> Any:
-            vars(model)[_METHOD] = inner
+            vars(model)[_METHOD] = inner.__call__ if isinstance(inner, nn.Module) else inner
             fsdp2.register_fsdp_forward_method(model, _METHOD)
             try:
                 return vars(model).pop(_METHOD)(*args, **kwargs)
@@ -313,8 +312,7 @@ class FSDP(DataStrategy):
             if shard.param.untyped_storage() is not weight._local_tensor.untyped_storage():
                 value, shard.param.data = shard.param.data, weight.detach().to_local()
                 shard.param.copy_(value)
-        if self.inputs.not_called is not None:
-            self._renew_scales()
+        self._renew_scales()  # also here: no hook runs before `engine.call`, or a model that is not called
 
     def find_lost_writes(self, watch: bool) -> Collection[str]:
         return self._writes.take(watch)

@@ -55,7 +55,8 @@ def train(engine, part=0, parts=1):
     generator, losses = torch.Generator().manual_seed(1), []
     for step in range(4):
         ids, y = here(torch.randint(0, 16, (2, 16), generator=generator)[:, part::parts])
-        loss = engine.criterion(engine(ids), y)
+        by_call = step % 2 and engine.context.pp_size == 1  # which a stage rejects
+        loss = engine.criterion(engine.call("forward", ids) if by_call else engine(ids), y)
         engine.backward(loss)
         if engine.step() is not None:
             engine.zero_grad()
