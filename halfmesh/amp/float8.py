@@ -116,7 +116,8 @@ class Float8Product:
     def remove(self, model: nn.Module) -> None:
         """Undo `install`."""
         for module in model.modules():
-            module.__dict__.pop("product", None)
+            if isinstance(vars(module).get("product"), Float8Product):  # else it is the user's
+                del module.product
             if _is_installed(module):
                 del module.forward
 

@@ -183,8 +183,8 @@ def _make_engine(
     config, recipe, model = setup.config, setup.recipe, given.model
     ends.push(lambda kind, *_: context.close() if kind is None else context.leave())
     # Before the model goes to the device, which may not have room for all of it.
-    parallel_model = ParallelModel(model, given.optimizer, plans, config, context, late)
-    shards = parallel_model.make_shards(model, given.optimizer, given.criterion, recipe)
+    parallel_model = ParallelModel(model, given.optimizer, plans, config, context)
+    shards = parallel_model.make_shards(model, given.optimizer, given.criterion, recipe, late)
     ends.callback(parallel_model.close)
     move_state(given.optimizer)
     precision, options, data = _precision(config, recipe, context.device), _update_options(config), parallel_model.data
@@ -203,7 +203,8 @@ def _make_engine(
         ends.callback(reducer.close)
     cycle = config.gradient_accumulation, config.loss_reduction
     has_divisor, in_part = config.gradient_accumulation > 1 or weighted, parallel_model.partial_gradients(withholds)
-    gradients = GradientGuard(update, model, bool(parallel_model.axes), has_divisor, in_part)
+    in_shards = bool(parallel_model.axes.keys() - {"context"})  # whose ranks hold all parameters
+    gradients = GradientGuard(update, model, in_shards, has_divisor, in_part)
     accumulation = Accumulation(update, precision, gradients, *cycle, context, reducer, SameTrained(update, context))
     executor: DirectExecutor | PipelineExecutor
     if "pipeline" in parallel_model.axes:

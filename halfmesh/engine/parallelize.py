@@ -138,7 +138,6 @@ class ParallelModel:
     Args:
         model: full, and equal on all ranks; it need not be on the device yet.
         optimizer: over its parameters; it holds this rank's shards afterwards.
-        late: materializes the model's parameters, if they have no values yet.
 
     Attributes:
         axes: each applied axis larger than 1, in the order of application.
@@ -152,16 +151,9 @@ class ParallelModel:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        optimizer: optim.Optimizer,
-        plans: Plans,
-        config: Config,
-        context: ParallelContext,
-        late: Materializer | None,
+        self, model: nn.Module, optimizer: optim.Optimizer, plans: Plans, config: Config, context: ParallelContext
     ) -> None:
         self.plans = plans
-        self.late = late
         self._config = config
         self._context = context
         self._linear: Any = None  # products of linear layers in another dtype
@@ -196,12 +188,15 @@ class ParallelModel:
             self.sequences.is_weighted = config.loss_reduction == "weighted"
 
     def make_shards(
-        self, model: nn.Module, optimizer: optim.Optimizer, criterion: Any, recipe: Recipe
+        self, model: nn.Module, optimizer: optim.Optimizer, criterion: Any, recipe: Recipe, late: Materializer | None
     ) -> Sequence[ParamShard]:
         """Move `model` to this rank's device. Returns its parameters, or the data ranks' shards of them, which
         `optimizer` holds afterwards; each with weight 1 / (number of ranks that hold the same numbers).
+
+        Args:
+            late: materializes the model's parameters, if they have no values yet.
         """
-        context, late, plans = self._context, self.late, self.plans
+        context, plans = self._context, self.plans
         self._linear = recipe.linear
         if late is not None:
             late.cuts = {p: axis.cut(split) for axis in self.axes.values() for p, split in axis.splits.items()}

@@ -104,7 +104,9 @@ def test_layers_that_stay_compute_as_in_bf16_and_the_plan_names_them(options, st
             if torch.equal(layer(x), nn.functional.linear(x, layer.weight, layer.bias)):
                 found.add(name)
     assert found == stay
+    engine.model.product = "the user's"
     engine.close()
+    assert engine.model.__dict__.pop("product") == "the user's"
     assert all(not {"forward", "product"} & vars(module).keys() for module in engine.model.modules())
 
 
@@ -115,10 +117,7 @@ def test_layers_that_stay_compute_as_in_bf16_and_the_plan_names_them(options, st
         (fp8(init_scale=2.0), "fp8.init_scale: fp8 computes gradients in bf16"),
         ({"fp16": {"mode": "torch", "recipe": "rowwise"}}, "fp16.recipe: it sets how float8 works"),
         (fp8(filter=["haed"]), "fp8.filter: no linear layer is named 'haed'; did you mean 'head'"),
-        (
-            fp8(filter=["*"]),
-            "fp8: every linear layer is in fp8.filter, or has a size that 16 does not divide; use",
-        ),
+        (fp8(filter=["*"]), "fp8: every linear layer is in fp8.filter, or has a size that 16 does not divide; use"),
         (fp8(emulate=False), "fp8.emulate: False, but cpu has no float8"),
         (None, "it needs the package torchao, which is not installed; pip install 'halfmesh[fp8]'"),
     ],

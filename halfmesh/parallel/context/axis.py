@@ -196,7 +196,7 @@ class ContextParallel(AppliedAxis):
             if any(made != (sequences or marks[0]) for made in marks):
                 raise InputError("parallel.context: the criterion got outputs of different lengths; pad them to one")
             sequences, names = marks[0], {node.name() for node in nodes}
-            is_flat = tensor.shape[0] == sequences.rows * sequences.own
+            is_flat = tensor.shape[:1] == (sequences.rows * sequences.own,)
             if not names <= _VIEWS or not (is_flat or sequences.own in tensor.shape[1:]):
                 raise InputError(f"parallel.context: an output of shape {list(tensor.shape)} was changed. {_SHIFT}")
             in_order |= is_flat and sequences.own not in tensor.shape[1:] and names <= _IN_ORDER

@@ -41,8 +41,12 @@ class TensorGradients(SharedGradients):
 
     def set_params(self, shards: Sequence[ParamShard]) -> None:
         super().set_params(shards)
-        self._looks = _LOOKS
+        self._looks, self._adds = _LOOKS, False
         self._replicated = [shard for shard in shards if shard.model_param not in self._axis.splits]
+
+    def open(self, last: bool) -> None:
+        self._adds = self.state == "reduced"  # to sums of this update, which are equal on all ranks
+        super().open(last)
 
     def finish(self) -> None:
         self._axis.trial.run()  # before the comparison, which a wrong plan also fails
@@ -52,7 +56,9 @@ class TensorGradients(SharedGradients):
     @torch.no_grad()
     def _compare_replicated(self) -> None:
         """Raise InputError if gradients that must be summed are equal on all ranks, or if others differ."""
-        shards = [shard for shard in self._replicated if shard.param.requires_grad] if self._looks else []
+        shards = (
+            [shard for shard in self._replicated if shard.param.requires_grad] if self._looks and not self._adds else []
+        )
         if not shards:
             return
         samples = torch.stack([_sample(shard.param.grad, self._axis.device) for shard in shards])
@@ -113,7 +119,7 @@ class TensorParallel(TensorAxis):
         for parent in {"", *(caller(modules, a.name) for a in self._assignments if a.style.opens_fork)}:
             modules[parent].register_forward_hook(self.end_tp_region, always_call=True)
         self.take_whole_states(model, optimizer)
-        self.trial.watch(model)
+        self.trial.watch()
 
     def make_reduction(self, shards: Sequence[ParamShard]) -> TensorGradients:
         return TensorGradients(self, shards)

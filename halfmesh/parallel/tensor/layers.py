@@ -55,8 +55,7 @@ class TensorAxis(AppliedAxis):
     @torch.compiler.disable
     def gather_sequence(self, x: torch.Tensor) -> torch.Tensor:
         """The ranks' shards of the sequence concatenated, for layers that each give a partial gradient. Backward
-        gathers them again for
-        `ShardedLayer.colwise`."""
+        gathers them again for `ShardedLayer.colwise`."""
         if not (x.requires_grad and torch.is_grad_enabled()):
             return collectives.all_gather_sequence(x, SEQUENCE_DIM, self.group)
         shared = SharedInput(x, self.group, gathers=True)

@@ -42,10 +42,6 @@ class Assignment:
     plan: str
     in_region: bool = False
 
-    def splits(self) -> dict[str, Split]:
-        """The direct parameters of the module that are sharded, by name. The style must fit the module."""
-        return self.style.splits(self.module)
-
     def find_problems(self, size: int) -> list[str]:
         """The reasons why the module cannot be sharded over `size` ranks in this way."""
         return [f"{self}: {problem}" for problem in self.style.find_problems(self.module, size)]
@@ -64,7 +60,7 @@ class Assignment:
 
 def splits_of(assignments: Iterable[Assignment]) -> dict[nn.Parameter, Split]:
     """The parameters that are sharded, and how."""
-    return {a.module.get_parameter(name): split for a in assignments for name, split in a.splits().items()}
+    return {a.module.get_parameter(n): split for a in assignments for n, split in a.style.splits(a.module).items()}
 
 
 def elementwise(name: str) -> Callable[[Any], str | None]:
@@ -192,7 +188,7 @@ def resolve(
         assignments += tied
     regions = [a.name for a in assignments if a.style.is_region]
     assignments = [replace(a, in_region=any(is_within(a.name, region) for region in regions)) for a in assignments]
-    if not any(a.splits() for a in assignments):
+    if not any(a.style.splits(a.module) for a in assignments):
         which = "no plan is registered for any layer of" if plan == "auto" else f"plan {plan!r} shards nothing of"
         problems.append(
             f"{which} {type(model).__name__}; write one (see {page('Tensor parallelism')}). Convolutions cannot be "
@@ -225,7 +221,7 @@ def _find_conflicts(assignments: Sequence[Assignment]) -> Iterator[str]:
     """Parameters and attributes that two styles divide."""
     claims: dict[tuple[str, str], Assignment] = {}
     for a in assignments:
-        for own in (*a.splits(), *a.style.attributes):
+        for own in (*a.style.splits(a.module), *a.style.attributes):
             other = claims.setdefault((a.name, own), a)
             if other is not a:
                 yield f"{own} is sharded twice, by {other} and {a}; remove one, or name one plan (tensor.plan)"
@@ -233,7 +229,7 @@ def _find_conflicts(assignments: Sequence[Assignment]) -> Iterator[str]:
 
 def _uses(model: nn.Module, assignments: Sequence[Assignment]) -> Collection[dict[tuple[str, str], Split | None]]:
     """For each parameter the names of the modules that have it, with its name there, and how it is split there."""
-    splits = {(a.name, own): split for a in assignments for own, split in a.splits().items()}
+    splits = {(a.name, own): split for a in assignments for own, split in a.style.splits(a.module).items()}
     uses: defaultdict[nn.Parameter, dict[tuple[str, str], Split | None]] = defaultdict(dict)
     for name, module in model.named_modules():
         for own, param in module.named_parameters(recurse=False, remove_duplicate=False):

@@ -69,9 +69,9 @@ class PlanTrial:
         self._watched: dict[nn.Module, _Kind] = {}
         self._hooks: list[Any] = []
 
-    def watch(self, model: nn.Module) -> None:
-        """Record the first call of the blocks of `model`, which is sharded now."""
-        self._watched = {model.get_submodule(name): kind for kind in self._kinds for name in kind.names}
+    def watch(self) -> None:
+        """Record the first call of the blocks of the model, which is sharded now."""
+        self._watched = {self._model.get_submodule(name): kind for kind in self._kinds for name in kind.names}
 
         def without_activations(tensor: torch.Tensor) -> torch.Tensor:  # ids, masks and tables stay
             return torch.empty_like(tensor, device="meta") if tensor.requires_grad else tensor.detach()

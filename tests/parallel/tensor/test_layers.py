@@ -15,7 +15,7 @@ from torch import nn
 
 from tests.parity.test_tensor import PROJECTIONS, SEQUENCE, Projections, sequences
 from tests.support.models import CLASSES, FEATURES, MODES, make_data, make_engine, step_on
-from tests.support.ranks import run_ranks
+from tests.support.ranks import here, run_ranks
 from tests.support.tensor_parity import divide, random, rejection
 from tests.support.whole import close_whole
 
@@ -111,6 +111,12 @@ def wrong_plans(rank: int, world_size: int) -> dict[str, str]:
     train(engine)
     found["overflow at first"] = rejection(lambda: train(engine, 40))
     found["summed"] = rejection(lambda: train(start({**RIGHT, "norm": "partial"}, Net())))
+    model, (x, y) = Net(), make_data(8)
+    model.unused = nn.Linear(2, 2)  # so that the first gradients are not the last to be compared
+    engine = start(RIGHT, model)
+    engine.backward(engine.criterion(engine(here(x)), here(y)))
+    engine.backward(engine.model.norm.weight.square().sum())  # does not reach what is summed already
+    engine.step()
     return found
 
 

@@ -115,7 +115,7 @@ def test_which_layers_are_sharded(name):
     with registered(my_mlp=MLP_PLAN, my_attention=ATTENTION_PLAN, words=LayerPlan((Language,), {"words": "vocab"})):
         assignments, problems = resolve(make(), 2, plan, sequence_parallel=make is decoder)
     assert problems == []
-    assert sorted({each.name for each in assignments if "weight" in each.splits()}) == sorted(expected)
+    assert sorted({each.name for each in assignments if "weight" in each.style.splits(each.module)}) == sorted(expected)
 
 
 def with_a_plan() -> nn.Module:
