@@ -17,7 +17,7 @@ from ..errors import InputError, shorten
 from ..utils.engine_hook import Progress
 from ..utils.param_shard import ParamShard, compute_dtype
 from ..utils.tensors import dtype_name
-from .probes import Probes, TensorStats, Visit, largest_number, measure
+from .probes import Probes, TensorStats, Visit, measure
 
 if TYPE_CHECKING:
     from ..amp.optimizer import MixedPrecisionOptimizer
@@ -209,7 +209,7 @@ def _range(stats: TensorStats, scale: float) -> tuple[str, float | None, float |
     """The dtype, the largest magnitude / `scale`, and what share of the dtype's largest number that is."""
     if stats.dtype is None:
         return "", None, None
-    return dtype_name(stats.dtype), stats.largest / scale, stats.largest / largest_number(stats.dtype)
+    return dtype_name(stats.dtype), stats.largest / scale, stats.largest / torch.finfo(stats.dtype).max
 
 
 def _share(count: int, stats: TensorStats) -> float | None:
@@ -304,4 +304,4 @@ def _room(seen: Sequence[TensorStats]) -> float | None:
     largest = max((stats.largest for stats in seen), default=0.0)
     if not largest or any(stats.inf + stats.nan for stats in seen):
         return None
-    return 2.0 ** math.floor(math.log2(largest_number(torch.float16) / largest))
+    return 2.0 ** math.floor(math.log2(torch.finfo(torch.float16).max / largest))

@@ -218,11 +218,6 @@ def is_finite(tensor: torch.Tensor) -> bool:
     return values is None or bool(values.isfinite().all())
 
 
-def largest_number(dtype: torch.dtype | None) -> float:
-    """The largest finite number of a floating-point dtype; inf of others."""
-    return torch.finfo(dtype).max if dtype is not None and dtype.is_floating_point else math.inf
-
-
 def _values(tensor: torch.Tensor) -> torch.Tensor | None:
     """The elements in one row; None if there are none in floating point."""
     tensor = getattr(tensor, "to_local", lambda: tensor)()  # a DTensor

@@ -51,7 +51,7 @@ def choose_train_loader(engine: Engine, train: Any) -> Any:
     Raises:
         InputError: a DataLoader that is not the engine's, from which every rank would get the same batches.
     """
-    if train is None or (engine.has_dataloader and train is engine.dataloader):
+    if train is None:
         return engine.dataloader
     if isinstance(loader_in(train), (DataLoader, Dataset)):
         raise InputError(

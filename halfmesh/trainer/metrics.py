@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -78,8 +79,10 @@ class MetricHook(Hook):
         for metric in self._metrics.values():
             metric.to(trainer.engine.context.device)
             metric.reset()
-            metric.compute_with_cache = False
-            metric.distributed_available_fn = lambda: True  # then `dist_sync_fn` is called
+            for part in _parts(metric):
+                part.compute_with_cache = False
+                part.distributed_available_fn = lambda: True  # then `dist_sync_fn` is called
+        self._has_batch = False
 
     @torch.no_grad()
     def _update(self, outcome: Outcome) -> None:
@@ -87,23 +90,36 @@ class MetricHook(Hook):
         arguments = tuple(value.value() if hasattr(value, "is_ready") else value for value in arguments)
         for metric in self._metrics.values():
             metric.update(*arguments)
+        self._has_batch = True
 
     def _compute(self, trainer: Trainer, prefix: str) -> dict[str, float]:
-        """The values over the data ranks, on all ranks."""
+        """The values over the data ranks, on all ranks.
+
+        Raises:
+            InputError: on several ranks, a metric keeps states that cannot be combined (`Running`, of its window).
+        """
         context = trainer.engine.context
         mine = None
-        if context.counts_outputs:  # other ranks have no outputs, or the same ones
-            mine = {name: _state_of(metric) for name, metric in self._metrics.items()}
+        if context.counts_outputs and self._has_batch:  # other ranks have no usable states, or the same ones
+            mine = {name: list(map(_state_of, _parts(metric))) for name, metric in self._metrics.items()}
         everyone = gather_tensors(mine, context)
-        having = [rank for rank, states in enumerate(everyone) if states and None not in states.values()]
+        having = [rank for rank, states in enumerate(everyone) if states is not None]
         values: dict[str, float] = {}
         for name, metric in self._metrics.items():
             filled = [everyone[rank][name] for rank in having]
-            if metric.update_count or not filled:
+            if context.size > 1 and any(set(map(type, of)) == {type(None)} for of in zip(*filled, strict=True)):
+                raise InputError(f"metric {name!r}: a {type(metric).__name__} cannot be combined over ranks; remove it")
+            if self._has_batch or not filled:
                 values |= dict(_flat(prefix + name, _computed(metric, filled)))
             metric.reset()
-        # A rank without a batch has no usable state.
+        self._has_batch = False
         return broadcast_object(values, having[0], context.device) if having and context.size > 1 else values
+
+
+def _parts(metric: Any) -> list[Any]:
+    """The metrics that hold the states: `metric`, or those within a wrapper, or a sum of metrics."""
+    inside = [part for child in metric.children() for part in _parts(child)]
+    return inside or [metric] * hasattr(metric, "dist_sync_fn")
 
 
 def _state_of(metric: Any) -> list[torch.Tensor] | None:
@@ -121,17 +137,21 @@ def _state_of(metric: Any) -> list[torch.Tensor] | None:
     return [tensor.detach().cpu() for tensor in found]
 
 
-def _computed(metric: Any, filled: list[list[torch.Tensor]]) -> Any:
+def _computed(metric: Any, filled: list[list[Any]]) -> Any:
     """The value of the combined states. (With torchmetrics' own gathering, a rank without a batch sends nothing if the
     state is a list, and the others hang.)"""
-    counter = itertools.count()
-
-    def theirs(tensor: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
-        number = next(counter)
-        return [state[number].to(tensor.device) for state in filled] or [tensor]
-
-    metric.dist_sync_fn = theirs
+    for number, part in enumerate(_parts(metric)):
+        states = [state for state in (parts[number] for parts in filled) if state]
+        # From the first one again where a metric is computed twice, as in a * b / (a + b).
+        places = itertools.cycle(range(len(states[0]))) if states else itertools.repeat(0)
+        part.dist_sync_fn = partial(_take, places, states)
     return metric.compute()
+
+
+def _take(places: Iterator[int], states: list[Any], tensor: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
+    """What torchmetrics asks for in place of gathering `tensor`: the next tensor of each of `states`."""
+    place = next(places)
+    return [state[place].to(tensor.device) for state in states] or [tensor]
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, float]]:

@@ -226,7 +226,7 @@ class MemorySnapshotHook(RecordingHook):
         scope.callback(torch.cuda.memory._record_memory_history, enabled=None)
 
     def _name(self, trainer: Trainer) -> str:
-        if isinstance(sys.exception(), torch.OutOfMemoryError):
+        if isinstance(trainer.error, torch.OutOfMemoryError):
             return f"out-of-memory-{trainer.engine.global_step + 1}"
         return super()._name(trainer) if self._last < sys.maxsize else ""
 

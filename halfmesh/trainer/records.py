@@ -96,7 +96,7 @@ class ProgressHook(Hook):
             numbers = "  ".join(f"{short} {_short(record[name])}" for name, short in named.items() if name in record)
             self._numbers = numbers
             self._bar.update(self._task, rate=rate, numbers=numbers)
-        elif self._plain or self._bar is not None:
+        else:
             # Where nothing is scaled, as in bf16, these two say nothing.
             silent = {"step", "epoch", "skipped_steps" if not record.get("skipped_steps") else ""}
             silent |= {"loss_scale"} if record.get("loss_scale") == 1 else set()
@@ -111,7 +111,7 @@ class ProgressHook(Hook):
     def close(self, trainer: Trainer) -> None:
         if self._bar is not None:
             # After Ctrl-C or a signal, the line about it stays the last one.
-            self._bar.live.transient = isinstance(sys.exception(), (KeyboardInterrupt, SystemExit))
+            self._bar.live.transient = isinstance(trainer.error, (KeyboardInterrupt, SystemExit))
             self._bar.stop()
             self._bar = None
 
@@ -187,7 +187,7 @@ class RunHook(Hook):
 
     def close(self, trainer: Trainer) -> None:
         if self._run is not None:
-            self._run.close(sys.exception(), trainer._stopped)
+            self._run.close(trainer.error, trainer._stopped)
             self._run = None
         self._measuring.__exit__(*sys.exc_info())
         self._report = None
@@ -195,8 +195,8 @@ class RunHook(Hook):
 
 Log = Callable[[dict[str, float], int], None]
 """Writes the numbers of a record, measured after an update of this number."""
-End = Callable[[], Any]
-"""Ends the tracker's run; `sys.exception()` is the error that ended it, if any."""
+End = Callable[[BaseException | None], Any]
+"""Ends the tracker's run, with the error that ended it, if any."""
 
 
 class WriterHook(Hook):
@@ -231,7 +231,7 @@ class WriterHook(Hook):
     def close(self, trainer: Trainer) -> None:
         if self._opened is not None:
             (_, end), self._opened = self._opened, None
-            end()
+            end(trainer.error)
 
 
 def _import(module: str, package: str) -> Any:
@@ -287,7 +287,7 @@ class TensorBoardHook(WriterHook):
             for name, value in scalars.items():
                 events.add_scalar(name, value, step)
 
-        return log, events.close
+        return log, lambda _: events.close()
 
 
 class WandbHook(WriterHook):
@@ -307,9 +307,9 @@ class WandbHook(WriterHook):
         run = wandb.init(**self._options) if self._options or before is None else before
         run.config.setdefaults(self.settings)  # those of `options` stay
 
-        def end() -> None:
+        def end(error: BaseException | None) -> None:
             if run is not before:  # with options, init may give the active one back
-                run.finish(exit_code=0 if sys.exception() is None else 1)
+                run.finish(exit_code=0 if error is None else 1)
 
         return lambda scalars, step: run.log(scalars, step=step), end
 
@@ -333,8 +333,8 @@ class MLflowHook(WriterHook):
         known = mlflow.active_run().data.params  # MLflow rejects other values for the same name
         mlflow.log_params({name: value for name, value in self.settings.items() if name not in known})
 
-        def end() -> None:
+        def end(error: BaseException | None) -> None:
             if is_ours:
-                mlflow.end_run("FINISHED" if sys.exception() is None else "FAILED")
+                mlflow.end_run("FINISHED" if error is None else "FAILED")
 
         return lambda scalars, step: mlflow.log_metrics(scalars, step=step), end

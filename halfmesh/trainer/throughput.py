@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import sys
 import time
@@ -57,7 +58,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    peak = next((peak for known, peak in PEAK_FLOPS.items() if known in name), None)
+    peak = next((peak for known, peak in PEAK_FLOPS.items() if re.search(rf"{known}(?!\d)", name)), None)
     if peak is None:
         return None
     single = peak.tf32 if torch.backends.cuda.matmul.fp32_precision == "tf32" else peak.fp32
@@ -107,7 +108,7 @@ class ThroughputHook(Hook):
 
     def _reset(self) -> None:
         self._count = [0, 0]
-        self._begin = self._paused = time.perf_counter()
+        self._begin, self._paused = time.perf_counter(), 0.0
 
     def before_fit(self, trainer: Trainer) -> None:
         self._warm_up = 2 if self._given == "auto" else 0
@@ -140,10 +141,12 @@ class ThroughputHook(Hook):
         self._counting.__exit__(*sys.exc_info())
 
     def _pause(self, trainer: Trainer) -> None:
-        self._paused = time.perf_counter()
+        self._paused = self._paused or time.perf_counter()  # a hook may save in an evaluation
 
     def _resume(self, trainer: Trainer, result: Any = None) -> None:
-        self._begin += time.perf_counter() - self._paused
+        if self._paused:
+            self._begin += time.perf_counter() - self._paused
+            self._paused = 0.0
 
     before_eval = before_save = _pause
     after_eval = after_save = _resume  # type: ignore[assignment]  # the second argument has another name

@@ -38,11 +38,8 @@ class FitState:
             self.hooks[kind if count == 1 else f"{kind} {count}"] = hook
 
     def state_dict(self) -> dict[str, Any]:
-        states = {name: hook.state_dict() for name, hook in self.hooks.items()}
-        return {
-            "evaluated_at": self.evaluated_at,
-            "hooks": {name: dict(state) for name, state in states.items() if state},
-        }
+        hooks = {name: dict(state) for name, hook in self.hooks.items() if (state := hook.state_dict())}
+        return {"evaluated_at": self.evaluated_at, "hooks": hooks}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.evaluated_at = state["evaluated_at"]
@@ -69,6 +66,7 @@ class Trainer:
         epochs: the argument of `fit`; None before it, and without a limit.
         total_steps: the update (`engine.global_step`) that ends `fit`; None if the length of the data is not known.
         result: the result of the last `engine.step()`: None inside an accumulation cycle.
+        error: the error that ended `fit` or `evaluate`, for the hooks' `close`; else None.
     """
 
     def __init__(self, engine: Engine, *, compute: Compute = compute_batch, log_every: int = 10) -> None:
@@ -80,6 +78,7 @@ class Trainer:
         self.epochs: int | None = None
         self.total_steps: int | None = None
         self.result: StepResult | None = None
+        self.error: BaseException | None = None
         self._hooks: list[Hook] = []
         self._max_steps: int | None = None
         self._stopped: str | None = None
@@ -103,7 +102,8 @@ class Trainer:
         hooks: Sequence[HookLike] = (),
     ) -> None:
         """Train for `epochs` epochs or `max_steps` updates, whichever ends first, counted from the start of the run:
-        after `engine.load`, only the rest. (Calling it again continues with the next epoch.)
+        after `engine.load`, only the rest. (Calling it again continues with the next epoch; epochs of your own batches
+        count from this call.)
 
         Args:
             train: by default the engine's dataloader; or your own batches, already on the device: different ones on
@@ -230,7 +230,7 @@ class Trainer:
             del outcome  # frees the output before the next forward
             if self.result is not None:
                 self._after_step(self.result)
-        if not count and batches is not self._own_loader:
+        if is_complete and not count and batches is not self._own_loader:
             raise InputError(
                 f"epoch {self.epoch} had no batch to train on; `train` must be iterable in every epoch (a list or a "
                 "DataLoader, not a generator)"
@@ -320,12 +320,17 @@ class Trainer:
     @contextmanager
     def _hooked(self, hooks: Sequence[HookLike]) -> Iterator[None]:
         """Use `hooks` inside, and close them at the end."""
-        outside, self._hooks = self._hooks, list(map(make_hook, hooks))
+        outside = {"_hooks": self._hooks, "error": self.error}
+        self._hooks, self.error = list(map(make_hook, hooks)), None
         with ExitStack() as closed:
-            closed.callback(setattr, self, "_hooks", outside)
+            closed.callback(vars(self).update, outside)
             for hook in self._hooks:
                 closed.callback(hook.close, self)  # even if another hook fails
-            yield
+            try:
+                yield
+            except BaseException as error:
+                self.error = error
+                raise
 
     @contextmanager
     def _ended_by_ctrl_c(self) -> Iterator[None]:

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassConfusionMatrix
+from torchmetrics.wrappers import ClasswiseWrapper, Running
 
 import halfmesh
 from halfmesh.hooks import MetricHook
@@ -27,10 +28,13 @@ def engine_of(parallel):
 
 
 def metrics():
+    one, two = MulticlassAccuracy(CLASSES), MulticlassAccuracy(CLASSES, average="micro")
     return {
         "accuracy": MulticlassAccuracy(CLASSES, average="micro"),
         "confusion": MulticlassConfusionMatrix(CLASSES),
         "auroc": MulticlassAUROC(CLASSES, thresholds=None),  # keeps all outputs: its state is a list
+        "of": ClasswiseWrapper(MulticlassAccuracy(CLASSES, average=None)),
+        "formula": one * two / (one + two + 1),
     }
 
 
@@ -46,6 +50,9 @@ def evaluated(rank, world_size, cells, samples):
             trainer = halfmesh.Trainer(engine)
             for loader in loaders:
                 results.append((trainer.evaluate(loader, hooks=[MetricHook(metrics())]), trainer.predict(loader)))
+            if world_size > 1 and samples > 1:
+                window = MetricHook({"window": Running(MulticlassAccuracy(CLASSES))})
+                assert "metric 'window': a Running cannot be" in said(trainer.evaluate, loaders[0], [window])
     return results
 
 
@@ -60,7 +67,7 @@ def test_metrics_and_predictions_of_every_layout_are_those_of_one_process(sample
     model, (x, y) = Net(0.0, 0, norm=nn.LayerNorm).eval(), make_data(samples)
     outputs = model(x)
     (expected, _), *others = evaluated(0, 1, [{}], samples)
-    assert set(expected) >= {"eval_accuracy", "eval_confusion_0_0", "eval_auroc", "eval_loss"}
+    assert set(expected) >= {"eval_accuracy", "eval_confusion_0_0", "eval_auroc", "eval_loss", "eval_formula"}
     assert expected["eval_loss"] == pytest.approx(cross_entropy(outputs, y).item(), rel=1e-5)
     everyone = run_ranks(evaluated, 2, CELLS[: None if samples > 1 else -1], samples, timeout=120)
     for results in (others, *everyone):

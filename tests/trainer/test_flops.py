@@ -84,3 +84,5 @@ def test_the_peak_of_a_device(precision, monkeypatch):
     peak, device = PEAK_FLOPS["A100"], torch.device("cuda")
     expected = {torch.float32: getattr(peak, precision), torch.bfloat16: peak.half, torch.float64: None}
     assert {dtype: peak_flops(device, dtype) for dtype in expected} == expected
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda _: "NVIDIA RTX A1000")
+    assert peak_flops(device, torch.float32) is None

@@ -165,9 +165,13 @@ def test_max_steps_counts_updates_of_the_whole_run_and_a_hook_stops_it_after_the
         assert engine.global_step == expected
 
     class Stops(halfmesh.Hook):
-        def after_batch(self, trainer, outcome):
+        def after_batch(self, trainer, *_):
             trainer.stop("enough")
 
+    class StopsBefore(Stops):
+        before_epoch = Stops.after_batch
+
+    assert fit(engine, train=[make_data(4)], epochs=1, hooks=[StopsBefore()]).updates("after_step") == []
     engine = linear_engine({"gradient_accumulation": 3})
     events = fit(engine, epochs=5, eval_interval=5, hooks=[Stops()])
     assert (events.updates("after_step"), events.updates("before_eval")) == ([1], [1]), "the last weights are evaluated"
