@@ -133,8 +133,10 @@ class EngineDataLoader:
         persists = self.loader.given.persistent_workers and state["epoch"] > 0
         if trained is None or persists:
             self.next_epoch += 1
-            seen = f"{state['trained']} batches of epoch {state['epoch']} are not a position in this run's order"
-            return f"{seen}: training continues with epoch {self.next_epoch}"
+            why = f"{state['trained']} batches of epoch {state['epoch']} are not a position in this run's order"
+            if trained is not None:
+                why = f"the order of epoch {state['epoch']} cannot be drawn again with persistent_workers=True"
+            return f"{why}: training continues with epoch {self.next_epoch}"
         self._loaded = {**state, "trained": trained, "share": tuple(order)}
         return None
 

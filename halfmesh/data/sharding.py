@@ -89,6 +89,7 @@ class ShardedLoader:
         self.splits_samples = type(batches) is BatchSampler and not self.is_stream
         self._index_sampler: Any = given.sampler if batches is None else batches
         self._sampler: Any = batches.sampler if type(batches) is BatchSampler else self._index_sampler
+        self._samplers: tuple[Any, ...] = self._sampler, getattr(self._sampler, "sampler", None)  # of a batch sampler
         self.loader, self._indices = copy_loader(given), _Indices()
         if context.device.type == "cuda" and given.num_workers:
             self.loader.pin_memory = True  # by a thread of the loader's; without workers `ToDevice` does it
@@ -160,13 +161,14 @@ class ShardedLoader:
 
     def set_epoch(self, epoch: int) -> None:
         """Call `set_epoch` on the sampler and the dataset that have it."""
-        for holder in (self.loader, self.given.dataset, self._sampler):
+        holders: tuple[Any, ...] = self.loader, self.given.dataset, *self._samplers
+        for holder in holders:
             if hasattr(holder, "set_epoch"):
                 holder.set_epoch(epoch)
 
     def generators(self) -> list[torch.Generator]:
         """The torch generators that decide the order, in the same sequence in every layout."""
-        found = {id(g): g for g in (getattr(holder, "generator", None) for holder in (self.given, self._sampler))}
+        found = {id(g): g for g in (getattr(holder, "generator", None) for holder in (self.given, *self._samplers))}
         return [generator for generator in found.values() if isinstance(generator, torch.Generator)]
 
     def batches(self, order: SharedRNG, epoch: int, worker_seed: int, skip: int = 0) -> Iterator[Any]:

@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, Sampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, SequentialSampler
 
 import halfmesh
 from halfmesh.config.schema import ParallelConfig
@@ -90,7 +90,8 @@ def test_the_last_cycle_is_stepped_whatever_the_length_says(name):
     assert updates == [False, True, False, True, True]
 
 
-def test_epochs_count_up_and_can_be_set():
+@pytest.mark.parametrize("kind", [BatchSampler, type("Grouped", (BatchSampler,), {})])
+def test_epochs_count_up_and_can_be_set(kind):
     class Sampler(SequentialSampler):
         epochs = ()
 
@@ -98,7 +99,7 @@ def test_epochs_count_up_and_can_be_set():
             self.epochs += (epoch,)
 
     sampler = Sampler(range(8))
-    loader = dataloader(DataLoader(range(8), 4, sampler=sampler))
+    loader = dataloader(DataLoader(range(8), batch_sampler=kind(sampler, 4, False)))
     assert (loader.epoch, len(loader)) == (-1, 2)
     list(loader)
     loader.set_epoch(7)
