@@ -15,7 +15,7 @@ Read in this order:
     stepper         chooses an implementation of `optimizer.step()` and calls it
     step_result     the result of an update, and the end of a run with too many skipped updates
 
-It imports only `utils`, `options` and `errors`, never `parallel`: its callers pass the all-reduce over other ranks.
+It imports only `utils`, `options` and `errors`, never `parallel`: its callers pass the number of ranks.
 """
 
 from .plugin import AMP_PLUGINS, AMP_TYPE, AMPPlugin, Composes

@@ -88,7 +88,7 @@ class LossScaler:
             return
         self.scale.fill_(min(max(state["scale"], self.options.min_scale), self.options.max_scale))
         self._growth_tracker.fill_(min(state["growth_tracker"], self.options.growth_interval - 1))
-        self._hysteresis_left.fill_(state["hysteresis_left"])
+        self._hysteresis_left.fill_(min(state["hysteresis_left"], self.options.hysteresis))
 
 
 class LossScales:

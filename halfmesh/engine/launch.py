@@ -221,7 +221,8 @@ def choose_device(device: torch.device | str | None = None, local_rank: int | No
     """`device`, or cuda:local_rank where there is CUDA, else the CPU; becomes the current CUDA device.
 
     If a process sees one GPU only (`srun --gpus-per-task=1`), that one, for any local rank.
-    `local_rank` is torchrun's LOCAL_RANK, or 0, unless given.
+    `local_rank` is torchrun's LOCAL_RANK unless given; without it, the rank in an existing process group modulo the
+    GPUs, or 0.
     """
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     chosen = torch.device(("cuda" if gpus else "cpu") if device is None else device)
@@ -229,7 +230,8 @@ def choose_device(device: torch.device | str | None = None, local_rank: int | No
         return chosen
     index = chosen.index
     if index is None:
-        index = int(os.environ.get("LOCAL_RANK", 0)) if local_rank is None else local_rank
+        rank = dist.get_rank() if dist.is_initialized() else 0  # of a group that no torchrun has started
+        index = int(os.environ.get("LOCAL_RANK", rank % max(1, gpus))) if local_rank is None else local_rank
         index = 0 if gpus == 1 else index
     torch.cuda.set_device(index)
     return torch.device("cuda", index)

@@ -64,10 +64,12 @@ def reference(config: Config, calls: int) -> Config:
 def gentle(config: Config) -> Config:
     """`config` with a loss scale that the first updates do not overflow with."""
     key, precision = config.precision_key, config.precision
-    scale = getattr(precision and precision.options, "init_scale", None)
-    if key is None or precision is None or scale is None:
+    options: Any = precision and precision.options
+    name = next((name for name in ("init_scale", "initial_scale") if hasattr(options, name)), None)  # torch, naive
+    if key is None or precision is None or name is None or getattr(options, "loss_scale", "dynamic") != "dynamic":
         return config
-    options = precision.options.model_copy(update={"init_scale": min(scale, 2.0**10)})
+    scale = max(min(getattr(options, name), 2.0**10), getattr(options, "min_scale", 0.0))
+    options = options.model_copy(update={name: scale})
     return config.model_copy(update={key: precision.model_copy(update={"options": options})})
 
 

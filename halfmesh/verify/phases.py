@@ -195,7 +195,7 @@ class Work:
         return replace(phase, name="structure", dtype="float64", seconds=time.monotonic() - began)
 
     def _accumulated(self, folder: Path, case: Case) -> str:
-        """Return True if the result is that of one process that accumulates, for the cause of a difference."""
+        """The end of the cause of a difference if the result is that of one process that accumulates, else ""."""
         path, case = folder / "accumulated", replace(case, updates=1)
         with suppress(InputError):  # a loop that clips by itself cannot do so after a part of an update
             self._alone(record, case, path, case.chunks)

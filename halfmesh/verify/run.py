@@ -68,8 +68,7 @@ def _train_plain(case: Case, subject: Subject, sink: Sink, calls: int) -> None:
     model, reduction = subject.model.to(case.device).train(), case.config.loss_reduction
     if isinstance(subject.criterion, nn.Module):
         subject.criterion.to(case.device)
-    optimizer = subject.optimizer(list(model.parameters())) if callable(subject.optimizer) else subject.optimizer
-    optimizer = join_optimizers(optimizer)
+    optimizer = join_optimizers(subject.optimizer(list(model.parameters())))
     scheduler, clip, recorder = _decay(optimizer), case.config.clip_grad_norm, Recorder(model, sink)
     recorder.weights("update", -1)
     recorder.attach()

@@ -78,8 +78,8 @@ def test_the_bounds_are_those_of_the_config_that_loads():
     low, high = LossScaler(LossScale(64.0, max_scale=64.0), CPU), LossScaler(LossScale(64.0, growth_interval=1), CPU)
     high.load_state_dict(low.state_dict())
     assert run(high, [False] * 3) == [128.0, 256.0, 512.0]
-    low.load_state_dict(high.state_dict())
-    assert low.scale == 64.0
+    low.load_state_dict(high.state_dict() | {"hysteresis_left": 8})
+    assert (low.scale, low.state_dict()["hysteresis_left"]) == (64.0, low.options.hysteresis)
 
 
 def test_without_a_floor_the_scale_stays_a_number():

@@ -70,7 +70,7 @@ def test_python_train_py_is_a_launch_of_one(tmp_path, argument, seed):
     assert drawn == (random.random(), float(np.random.rand()), torch.rand(1).item())
 
 
-@pytest.mark.promise("launchers", "torchrun, SLURM, Open MPI", of="Colossal-AI", page="loop.md")
+@pytest.mark.promise("launchers", "torchrun, SLURM, Open MPI", of="Colossal-AI", page="nodes.md")
 def test_slurm_and_open_mpi_tell_the_place(variables, monkeypatch):
     variables(OPENMPI)
     assert launch_from_openmpi({}, "host", 1, device="cpu").world_size == 1
@@ -101,6 +101,10 @@ def test_each_local_rank_gets_its_gpu_and_one_that_is_visible_is_taken(monkeypat
     assert choose_device("cuda:1", 2) == torch.device("cuda:1")
     assert choose_device("cpu", 2) == CPU
     assert current == [3, 2, 1]
+    monkeypatch.delenv("LOCAL_RANK")
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)  # by mp.spawn, for example
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 6)
+    assert choose_device() == torch.device("cuda:2")
     pretend_gpus(monkeypatch, 1)  # as under srun --gpus-per-task=1
     assert choose_device(None, 3) == choose_device("cuda", 3) == torch.device("cuda:0")
 

@@ -5,8 +5,10 @@ import math
 import pytest
 import torch
 
+from halfmesh import load_config
 from halfmesh.verify.compare import Limits, Measure, Measures
 from halfmesh.verify.judge import judge
+from halfmesh.verify.layout import gentle
 from halfmesh.verify.record import Key, Store
 
 GRADIENT, BEFORE, AFTER = Key(0, 0, "gradient", "w"), Key(-1, 0, "update", "w"), Key(0, 0, "update", "w")
@@ -47,3 +49,8 @@ def test_in_float64_nothing_may_turn(signs):
     first = judge(signs, [measures], Limits(1e-9, 1e-7, {}), "mean").first
     assert first is not None
     assert (first.what, first.module) == ("update", "w")
+
+
+@pytest.mark.parametrize(("mode", "key"), [("torch", "init_scale"), ("naive", "initial_scale")])
+def test_the_first_updates_in_fp16_are_no_overflow(mode, key):
+    assert getattr(gentle(load_config({"fp16": {"mode": mode}})).precision.options, key) == 2.0**10
