@@ -7,6 +7,7 @@ import contextlib
 import enum
 import json
 import math
+import os
 import sys
 import textwrap
 from collections import Counter
@@ -94,7 +95,7 @@ def convert_config(
     where = "" if world_size is None else f" on {counted(world_size, 'rank')}"
     lines = [f"cannot run{where}: {finding}" for finding in findings]
     lines += _describe(values, outcomes, looks, verbose)
-    title = Path(source).name if len(source) < 256 and Path(source).is_file() else "its arguments"
+    title = Path(source).name if os.path.isfile(source) else "its arguments"
     for line in (f"Made by halfmesh convert-config from {title} ({table.title}).", *lines):
         print("\n".join(f"# {part}" for part in textwrap.wrap(line, 100, subsequent_indent="  ")))
     print()
@@ -118,7 +119,7 @@ def read(given: str, origin: str) -> Mapping[Any, Any]:
             raise InputError(f"{given[:120]!r}: neither JSON nor a Python dict of literals")
         return value
     path = Path(given)
-    if "=" in given and not path.is_file():
+    if "=" in given and not os.path.isfile(given):  # pathlib raises for a long text
         pairs = [pair.partition("=") for pair in given.replace(",", " ").split()]
         if wrong := [key for key, sign, _ in pairs if not key or not sign]:
             raise InputError(f"{wrong[0]!r}: expected key=value pairs, such as opt_level=O2")

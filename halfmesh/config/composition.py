@@ -93,7 +93,7 @@ def find_advice(setup: Setup) -> Iterator[Finding]:
 
 def batch_size(loader: Any) -> int | None:
     """Samples that a DataLoader gives at a time; None if it does not say."""
-    loader = getattr(loader, "loader", loader)  # of an IterableDataset that is read in strides
+    loader = getattr(loader, "loader", loader)  # in timm's PrefetchLoader
     size = getattr(loader, "batch_size", None) or getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
     return size if isinstance(size, int) else None
 

@@ -28,10 +28,10 @@ from .schema import Settings, data_config, parallel_config
 from .text import UnreadableError, as_json, read_json, read_value, read_yaml
 
 _SHORT = MappingProxyType(
-    dict.fromkeys(["parallel.tensor", "parallel.pipeline"], "size")
-    | {"parallel.data": "strategy", "clip_grad_norm": "max_norm", "compile": "enabled", "checkpoint": "directory"}
+    {"parallel.data": "strategy", "clip_grad_norm": "max_norm", "compile": "enabled", "checkpoint": "directory"}
 )
-"""The key that a shorthand value sets (tensor=2 is tensor=dict(size=2)), so that others can be added to it."""
+"""The key that a shorthand value sets, so that others can be added to it. Of an axis it is size: tensor=2 is
+tensor=dict(size=2)."""
 _NEVER_SIBLINGS = frozenset({*sys.stdlib_module_names, "halfmesh", "torch"})
 """`import torch` beside a config called torch.py means torch."""
 CHECKED = "HALFMESH_CHECKED_CONFIG"
@@ -145,8 +145,9 @@ def override(raw: Mapping[Any, Any], overrides: Sequence[str]) -> dict[Any, Any]
 def _set(inside: dict[Any, Any], keys: Sequence[str], value: Any) -> None:
     for depth, key in enumerate(keys[:-1]):
         path, given = ".".join(keys[: depth + 1]), inside.get(key)
-        if path in _SHORT and not isinstance(given, Mapping | None):
-            given = {_SHORT[path]: given}
+        short = "size" if path.partition("parallel.")[2] in AXES.names() else _SHORT.get(path)
+        if short and not isinstance(given, Mapping | None):
+            given = {short: given}
         if not isinstance(given, Mapping | None):
             raise ValueError(f"{path} is {show(given)}, which has no keys; set it as a whole: {path}={{...}}")
         inside[key] = dict(given or {})

@@ -148,6 +148,7 @@ REJECTED = [
     ("convert-config colossal.py --from colossal --world-size 6", 1, "# cannot run on 6 ranks: "),
     ("convert-config 'opt_level=O2 opt_levl=1' --from apex", 1, "# cannot run: fp16.opt_levl: unknown key; did you"),
     ("convert-config 'mixed_precision=fp16 mixed=1' --from accelerate", 1, "# not understood: mixed = 1: not a known"),
+    (f"convert-config 'opt_level=O2 {'x' * 300}=1' --from apex", 1, "unknown key"),
     ("convert-config old.py --from colossal", 2, "from halfmesh import AMP_TYPE"),
     ("convert-config nothing.py --from colosal", 2, "did you mean 'colossal'?"),
     ("convert-config train.py --from apex", 2, "scripts are not executed; give the arguments"),

@@ -128,6 +128,7 @@ BASE = {"fp16": {"mode": "torch"}, "parallel": {"tensor": 2}, "clip_grad_norm": 
         (["parallel.tensor.sequence_parallel=true"], {"parallel": {"tensor": {"size": 2, "sequence_parallel": True}}}),
         (["parallel.data=zero1"], {"parallel": {"tensor": 2, "data": "zero1"}}),
         (["parallel.pipeline={size: 2}"], {"parallel": {"tensor": 2, "pipeline": {"size": 2}}}),
+        (["parallel.context=2", "parallel.context.size=1"], {"parallel": {"tensor": 2, "context": {"size": 1}}}),
         (["fp16.mode=naive", "fp16.hysteresis=4"], {"fp16": {"mode": "naive", "hysteresis": 4}}),
         (["fp16=null", "bf16.mode=torch"], {"fp16": None, "bf16": {"mode": "torch"}}),
         (["clip_grad_norm.norm_type=inf"], {"clip_grad_norm": {"max_norm": 1.0, "norm_type": "inf"}}),
