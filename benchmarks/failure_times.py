@@ -1,4 +1,4 @@
-"""`python -m tests.faults.times`: how long it takes until all ranks have ended, by what went wrong with one of them."""
+"""`python -m benchmarks.failure_times`: how long it takes until all ranks have ended, by what went wrong with one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WAYS = {
 }
 HEAD = """# How long a failure takes
 
-`python -m tests.faults.times`: seconds from the failure of one rank to the end of the last of the others, or of
+`python -m benchmarks.failure_times`: seconds from the failure of one rank to the end of the last of the others, or of
 torchrun itself. The config key `timeout` is {limit:g} s here; where a rank hangs, nothing is known before it is over. A
 rank that does not end by itself is ended 5 s after another has failed. "By itself" is a launcher that ends no ranks
 (srun, mpirun).
@@ -43,7 +43,7 @@ def under_torchrun(case: Case, folder: Path) -> float:
 
 
 if __name__ == "__main__":
-    rows = []
+    rows: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         for way, case in WAYS.items():
             alone = f"{run_cases({way: case}, Path(folder))[way][2]:.1f}"
