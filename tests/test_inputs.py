@@ -97,10 +97,7 @@ PLATEAU = optim.lr_scheduler.ReduceLROnPlateau
         ({"model": 3}, "model: expected a torch.nn.Module .*, but got an int"),
         ({"model": lambda: "no model"}, "model: expected a torch.nn.Module .*, but got a str"),
         ({"model": nn.DataParallel(MLP())}, "model: pass model.module, not DataParallel"),
-        (
-            {"model": changed(lambda m: m.last.to("meta"))},
-            "model: last.weight, last.bias are on the meta device",
-        ),
+        ({"model": changed(lambda m: m.last.to("meta"))}, "model: last.weight, last.bias are on the meta device"),
         ({"model": changed(add_complex)}, "model: c are complex; .*view_as_real"),
         ({"model": quantized(), "config": NAIVE_BF16}, "model: 0.weight are Int8Tensors, already quantized or sharded"),
         (

@@ -2,6 +2,7 @@
 
 checkpointer.py   saves and loads for one engine, also in a thread while training continues
 state.py          this rank's shards of the tensors, and tensors that are made of others
+full_state.py     joins what ranks say of the full tensors that they hold
 validate.py       rejects a checkpoint that does not fit, and reports settings that a load overwrites
 storage.py        the files of a checkpoint, and the folder of all, locked by the one job that saves; dcp.py: tensors
 preemption.py     automatic checkpoints: every N steps, and when a signal ends the run

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from ..errors import CheckpointError, InputError, bullet_list, did_you_mean
 from ..parallel.mesh import ParallelContext
 from ..parallel.models.peft import base_model
-from ..parallel.shard_spec import Shape
+from ..parallel.shard_spec import Shape, narrow
 from ..utils.log import get_logger
 from ..utils.tensors import by_bytes, in_memory_order
 from . import storage
@@ -131,7 +131,7 @@ def load_weights(state: ShardedState, context: ParallelContext, path: Path) -> N
         def read() -> None:
             for name, shard in targets.items():
                 for region in shard.placement.regions:
-                    region.view(shard.tensor).copy_(saved[name][slices(region.at, region.sizes)])
+                    region.view(shard.tensor).copy_(narrow(saved[name], region.at, region.sizes))
 
         run_on_all_ranks(context, f"{what} after some weights had changed; create the engine again", read)
     state.publish()
@@ -183,13 +183,8 @@ def gather_tensor(
             # As bytes: not every backend has every dtype.
             dist.broadcast(in_memory_order(values).view(torch.uint8), box.rank)
         if gathered is not None and 0 not in box.sizes:
-            gathered[slices(box.at, box.sizes)] = values.cpu()
+            narrow(gathered, box.at, box.sizes).copy_(values)
     return gathered
-
-
-def slices(at: Shape, sizes: Shape) -> tuple[slice, ...]:
-    """The index of a box in the full tensor."""
-    return tuple(slice(start, start + size) for start, size in zip(at, sizes, strict=True))
 
 
 # -- in memory ---------------------------------------------------------------------------------------------------------

@@ -100,13 +100,11 @@ def write(unfinished: Path, snapshot: Snapshot, keep: int | None, what: str, mes
     def write_own() -> tuple[list[Any], dict[str, tuple[int, str]]]:
         if not unfinished.is_dir():
             raise CheckpointError(f"this machine cannot see {unfinished}; use a folder that all machines share")
-        names = [rank_file(rank)]
-        write_file(unfinished / names[0], snapshot.own)
-        if rank == 0:
-            names.append(COMMON)
-            write_file(unfinished / COMMON, snapshot.common)
+        small = {rank_file(rank): snapshot.own} | ({COMMON: snapshot.common} if rank == 0 else {})
+        for name, content in small.items():
+            write_file(unfinished / name, content)
         results = dcp.write(snapshot.boxes, snapshot.tensors, unfinished, rank)
-        names += [path.name for path in unfinished.glob(f"__{rank}_*")]
+        names = [*small, *(path.name for path in unfinished.glob(f"__{rank}_*"))]
         return results, {name: size_and_digest(unfinished / name) for name in names}
 
     def complete(everyone: list[tuple[list[Any], dict[str, tuple[int, str]]]]) -> None:

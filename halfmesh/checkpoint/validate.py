@@ -127,10 +127,8 @@ class GivenSettings:
             near = "".join(did_you_mean(name, KEPT) for name in names if name not in KEPT)
             raise InputError(f"keep={show(keep)}: expected a tuple of some of {KEPT}{near}")
         if "lr_scheduler" in keep and self._lr.scheduler is not None and not (self._schedule and can_go_on(saved)):
-            problem = (
-                f"keep={show(keep)}: the schedule of this run or the saved one counts no steps (ReduceLROnPlateau)"
-            )
-            raise InputError(f"{problem}; load without it, and change engine.lr_scheduler after the load")
+            problem = "the schedule of this run or the saved one counts no steps (ReduceLROnPlateau); load without it"
+            raise InputError(f"keep={show(keep)}: {problem}, and change engine.lr_scheduler after the load")
 
     def loaded(self, source: object, given: Settings, keep: Sequence[str], saved: Any) -> None:
         """After a load from `source`: put back what `keep` names, and warn of each setting that now differs from this

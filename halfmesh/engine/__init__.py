@@ -13,6 +13,7 @@ pipeline_executor  the same under a pipeline, with pipeline_handles and microbat
 lr_scheduler       advances the scheduler; schedulers with a warm-up
 ema                the moving average of the weights, and the model with it
 guards             what may change while a run trains; hints: warnings of mistakes in the loop
+ranges             named ranges for profilers
 summary            the resolved configuration, printed at the start
 convert_to_amp     a precision mode without an engine
 

@@ -97,11 +97,10 @@ class LRAdvance:
 
     def after(self, result: StepResult) -> None:
         """Advance, or note that `settle` has to, after an update that was taken or skipped."""
-        if self.scheduler is None or self._interval != "step":
-            return
-        self._pending = result
-        if not self._may_skip:
-            self.settle()
+        if self._interval == "step":
+            self._pending = result
+            if not self._may_skip:
+                self.settle()
 
     def settle(self) -> None:
         """Advance for the last update, if it was taken and has not been counted."""

@@ -303,7 +303,7 @@ class Reducer(Reduction):
 
 class SharedGradients(Reducer):
     """Sums the gradients of `params` over the ranks of `group`. Each replicates these parameters and has a partial
-    gradient. One all-reduce in fp32 per update.
+    gradient. Once per update, in fp32 or more.
 
     Args:
         shards: the shards of the parameters that are trained.

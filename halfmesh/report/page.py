@@ -183,8 +183,9 @@ def thinned(series: Series) -> Series:
     if count <= 2 * _BUCKETS:
         return series
     kept = {0, count - 1}
-    for begin in range(0, count, count // _BUCKETS):
-        bucket = range(begin, min(begin + count // _BUCKETS, count))
+    size = -(-count // _BUCKETS)
+    for begin in range(0, count, size):
+        bucket = range(begin, min(begin + size, count))
         found = [(value, index) for index in bucket if (value := values[index]) is not None]
         kept |= {min(found)[1], max(found)[1]} if found else {begin}
     return Series([series.step[index] for index in sorted(kept)], [values[index] for index in sorted(kept)])

@@ -34,8 +34,7 @@ def launch_first(rank, world_size, port, folder):
     os.environ.update({name: str(value) for name, value in {**place, "MASTER_PORT": port}.items()})
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.chdir(folder)
-    x, y = samples(60)
-    names = execute("nodes.md", "before.py", x=x, y=y)
+    names = execute("nodes.md", "before.py")
     assert names["launch"].dp_rank == names["engine"].context.dp_rank
     return names["launch"].dp_rank, names["rows"].tolist(), names["loss"].item()
 

@@ -22,10 +22,7 @@ from halfmesh.utils.torch_private import foreach_mul_
 from tests.support import checkpoint_runs
 from tests.support.models import MLP, MODES, adamw, difference, full_weights, make_loader, reference, sgd, train
 
-FLOAT8 = [
-    pytest.mark.not_simulated("float8"),
-    pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao"),
-]
+FLOAT8 = [pytest.mark.not_simulated("float8"), pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao")]
 ALL_MODES = MODES | {f"fp8_{name}": {"fp8": {"mode": "torch", "recipe": name}} for name in ("tensorwise", "rowwise")}
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -17,6 +17,8 @@ from halfmesh.cli import app
 from halfmesh.options import Options
 from halfmesh.parallel.axis import Axis
 from halfmesh.report.mesh_picture import compress, describe_shards, draw
+from halfmesh.report.page import thinned
+from halfmesh.report.run import Series
 from tests.report.report_runs import data_of, make_config, make_plan, make_records, page_of, write_run
 
 
@@ -229,3 +231,9 @@ def test_a_rank_has_its_lines_and_its_node():
     for data, expected in (("replicate", [""] * 4), (hybrid, ["fsdp 1/2", "fsdp 2/2"] * 2)):
         parallel = parallel_of(data=data)
         assert [describe_shards(parallel, parallel.dims(4), rank) for rank in range(4)] == expected
+
+
+def test_a_long_series_keeps_its_ends_and_the_extremes_of_600_buckets():
+    steps = list(range(1799))
+    kept = thinned(Series(steps, [float(step % 7) for step in steps])).step
+    assert (kept[0], kept[-1], 1000 < len(kept) <= 1202) == (0, 1798, True)

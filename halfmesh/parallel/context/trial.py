@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from operator import call
 from types import CellType, ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -68,10 +69,6 @@ class _TrialMode(TokensMode):
         if func in COUNTING:
             self.ignored = kwargs["ignore_index"]
         return args[0] if func in _DROPOUT else super().__torch_function__(func, types, args, kwargs)
-
-
-def _attend_whole(func: Callable[..., torch.Tensor], *args: Any, **options: Any) -> torch.Tensor:
-    return func(*args, **options)
 
 
 def _alone(func: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
@@ -205,7 +202,7 @@ class ModelTrial:
     def _find_other_outputs(self, short: Mapping[str, Any], few: Sequences) -> tuple[float, list[bool]]:
         """The difference of the outputs of all ranks' tokens from those of whole sequences; see `compare`."""
         size = self.axis.size
-        whole, counted = self._run(short, _attend_whole)
+        whole, counted = self._run(short, call)
         sharded, averaged = self._run(self.axis.own_part(self.model, short, few), self.axis.attend, self.axis.average)
         if list(map(round, counted)) != [round(size * count) for count in averaged]:
             return 1.0, []  # targets were lost, which a loss hardly shows
@@ -306,14 +303,14 @@ def try_criterion(
     def halved() -> _TrialMode:
         """A half counts half of all targets."""
         counts = iter(whole.counts)
-        return _TrialMode(_attend_whole, lambda _: next(counts) / 2)
+        return _TrialMode(call, lambda _: next(counts) / 2)
 
     def compute(mode: _TrialMode, some: torch.Tensor) -> list[float]:
         args, kwargs = map_tensors(partial(take, some=some), arguments)
         with no_side_effects(holders, device), torch.autocast(device.type, enabled=False), mode:
             return [float(number) for number in numbers(*args, **kwargs)]
 
-    whole, is_own, knows = _TrialMode(_attend_whole, float), False, False
+    whole, is_own, knows = _TrialMode(call, float), False, False
     try:
         compute(whole, places)  # finds out which index is ignored
     except RuntimeError:  # weights of the criterion are in half precision, and take no fp32

@@ -74,11 +74,7 @@ class Arrival:
             for param in self.params:
                 param.__class__ = nn.Parameter
                 del param._halfmesh_arrival  # type: ignore[attr-defined]
-            self.params, self._receive = (), _nothing  # which frees what was received
-
-
-def _nothing() -> None:
-    """There is nothing more to receive."""
+            self.params, self._receive = (), lambda: None  # which frees what was received
 
 
 class Arrivals:
@@ -120,7 +116,3 @@ class Arrivals:
             if wanted is None or not wanted.isdisjoint(arrival.params):
                 arrival.wait()
         self._expected = [arrival for arrival in self._expected if arrival.params]
-
-    def is_late(self, param: nn.Parameter) -> bool:
-        """Return True if the value of `param` is still on its way."""
-        return type(param) is LateParameter

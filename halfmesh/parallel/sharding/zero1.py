@@ -207,15 +207,6 @@ class Zero1(DataStrategy):
         if self._arrivals is not None:
             self._arrivals.wait(None if module is None else module.parameters())
 
-    def reject_unseen(self, shards: Sequence[ParamShard], param: nn.Parameter) -> None:
-        """Raise InputError if a gradient of `param` arrives before its new weights: forward had old ones."""
-        if self._arrivals is not None and self._arrivals.is_late(param):
-            name = next(shard.name for shard in shards if shard.param is param)
-            raise InputError(
-                f"{name!r} has a gradient, but nothing waited for its new weights: your CUDA graph or C++ extension "
-                "used the old ones. Call engine.train() before it, or remove parallel.data.overlap_param_gather"
-            )
-
     def _wait_oldest(self) -> None:
         work, bucket, flat = self._inflight.popleft()
         work.wait()
@@ -341,8 +332,8 @@ def _padded(shards: Sequence[ParamShard]) -> int:
 
 
 def _share_out(shards: Sequence[ParamShard], ranks: int, load: Counter[int]) -> list[list[ParamShard]]:
-    """The shards that each rank steps as a whole: the largest first, each to the rank with the fewest elements. None if
-    more than half of what is sent would be padding."""
+    """The shards that each rank steps as a whole: the largest first, each to the rank with the fewest elements. Empty
+    if more than half of what is sent would be padding."""
     given: list[list[ParamShard]] = [[] for _ in range(ranks)]
     for shard in sorted(shards, key=lambda shard: -shard.param.numel()):
         min(enumerate(given), key=lambda pair: (_numel(pair[1]), load[pair[0]]))[1].append(shard)
@@ -382,7 +373,12 @@ class Zero1Reducer(Reducer):
         super().open(last)
 
     def _arrived(self, bucket: Bucket, param: nn.Parameter) -> None:
-        self._strategy.reject_unseen(bucket.shards, param)
+        if hasattr(param, "_halfmesh_arrival"):  # its new weights are on their way: forward had old ones
+            name = next(shard.name for shard in bucket.shards if shard.param is param)
+            raise InputError(
+                f"{name!r} has a gradient, but nothing waited for its new weights: your CUDA graph or C++ extension "
+                "used the old ones. Call engine.train() before it, or remove parallel.data.overlap_param_gather"
+            )
         super()._arrived(bucket, param)
 
     def _make_buckets(self) -> list[SliceBucket]:
