@@ -12,7 +12,7 @@ from halfmesh import AMP_TYPE
 
 fp16 = dict(
     mode=AMP_TYPE.NAIVE,  # or the string "naive"
-    loss_scale="dynamic",  # a number would be a static scale, which never moves and never skips an update
+    loss_scale="dynamic",  # a number would be a static scale, which never moves; inf or nan still skips an update
     initial_scale=2.0**16,  # torch_fp16.py says what a loss scale is
     backoff_factor=0.5,
     growth_factor=2.0,

@@ -4,8 +4,8 @@
     torchrun --standalone --nproc-per-node 4 examples/train_gpt.py --config configs/tensor.py --set parallel.tensor=4
 
 For models that are too large for one device. 2 ranks hold one copy of the model, sharded; 4 ranks hold two such
-copies, and each copy sees its own shard of the data. --set bf16=null trains in fp32, --set bf16.mode=naive with half
-the memory.
+copies, and each copy sees its own shard of the data. --set bf16=null trains in fp32, --set bf16.mode=naive with
+weights, gradients and activations in bf16.
 """
 
 from halfmesh import AMP_TYPE

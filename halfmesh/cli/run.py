@@ -163,9 +163,7 @@ def verify(
         str | None, typer.Option(help="Default: cpu; without a config, cuda if there is a GPU.", **DEVICES)
     ] = None,
     timeout: Annotated[float, typer.Option(metavar="SECONDS", min=1, help="Time that each run may take.")] = 600,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Verify fewer layouts of this machine, in about a minute.")
-    ] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Verify fewer layouts of this machine.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Prove that a layout computes the same as one process.
