@@ -3,7 +3,7 @@
 #   make demo     train a Vision Transformer in fp16 on 2 processes, on the CPU; draws runs/naive_fp16/training.png
 #   make test     what a change has to pass while one works on it, 2 files at a time (WORKERS=0: one after the other);
 #                 ROOM=amp: those of tests/amp only; PYTEST_FLAGS: further options of pytest
-#   make test-all   the slow ones, too: what CI runs
+#   make test-all   the slow ones, too: what CI runs each night
 #   make test-composition   all cells of the composition table's product: 40 minutes or so
 #   make test-kills   training is killed 50 times, and resumes: benchmarks/results/kills.md, in 5 minutes or so
 #   make simulated-gpu   the tests of GPUs and of ranks on a host that says it is 8 GPUs, with a build of torch without CUDA
